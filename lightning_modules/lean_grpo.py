@@ -1,0 +1,372 @@
+"""LeanGRPO as a LightningModule: group-relative policy optimisation of a diffusion or flow policy, recompute-free.
+
+One iteration = one rollout of ``B`` prompts x ``M`` generations, group by group. The parts (policy, schedule,
+transition, noise grid, window, advantage) are objects handed in; this shell only puts them in order, keeps the counters
+and logs. Source: LeanGRPO (arXiv 2609.03528).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+
+from lightning_modules.advantages import Advantages, GroupAdvantage
+from lightning_modules.flow.denoise import ReverseProcess, denoise
+from lightning_modules.flow.noise import KeyedNoise
+from lightning_modules.flow.sigmas import Sigmas
+from lightning_modules.flow.transitions import ODE, Transition
+from lightning_modules.flow.windows import Window
+from lightning_modules.objectives.step_weights import ConstantStepWeights, StepWeights
+from lightning_modules.iteration import Iteration, join_samples
+from lightning_modules.parallel.gradients import LocalGradients
+from lightning_modules.policies.base import Policy, Reference
+from lightning_modules.schedules.base import Context, Schedule
+from lightning_modules.state import check_checkpoint, rng_state, restore_rng_state
+from lightning_modules.types import Conditioning, PromptBatch, Request, Rollout, Rows, Samples, Scores
+
+
+class LeanGRPO(LightningModule):
+    """The training loop.
+
+    Args:
+        policy: the generator that is trained.
+        schedule: when the gradient is formed: ``Native``, ``Retain`` or ``Reweight``.
+        transition: the stochastic kernel of the trained steps.
+        sigmas: the noise grid.
+        window: which steps are trained.
+        advantage: how rewards become advantages.
+        optimizer: callable from parameters to an optimizer.
+        lr_scheduler: callable from an optimizer to a scheduler, stepped once per iteration; ``None`` for a constant rate.
+        step_weights: weight of each denoising step in the policy loss; ``None``: all the same.
+        num_steps: T, denoising steps of a rollout.
+        generations_per_prompt: M, the size of a group; at least 2.
+        groups_in_flight: how many groups are rolled out together before their backward.
+        micro_batch: rows per policy call; ``None``: all rows in flight at once.
+        beta: weight of the KL to the reference policy (the policy as training started); 0 needs none.
+        clip_range: half-width of the clip around ratio 1 (only Native's ratio can leave 1).
+        max_grad_norm: bound on the global gradient norm, or ``None``.
+        same_initial_noise: one x_T per prompt, shared by its group (DanceGRPO).
+        eval_num_steps: steps of the deterministic sampler used for evaluation; ``None``: ``num_steps``.
+        verify_every: every so many iterations a lean schedule re-forwards a few trained steps and logs
+            ``verify/ratio_deviation``; 0 = never.
+        seed: key of all noise of the run.
+
+    Errors: ``ValueError`` naming the argument and the remedy, here or when training starts.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        schedule: Schedule,
+        transition: Transition,
+        sigmas: Sigmas,
+        window: Window,
+        advantage: GroupAdvantage,
+        optimizer: OptimizerCallable,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        step_weights: StepWeights | None = None,
+        num_steps: int = 10,
+        generations_per_prompt: int = 16,
+        groups_in_flight: int = 1,
+        micro_batch: int | None = None,
+        beta: float = 0.0,
+        clip_range: float = 1e-4,
+        max_grad_norm: float | None = 1.0,
+        same_initial_noise: bool = False,
+        eval_num_steps: int | None = None,
+        verify_every: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.policy, self.schedule, self.transition, self.window, self.advantage = policy, schedule, transition, window, advantage
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.generations_per_prompt = _at_least(generations_per_prompt, 2, "generations_per_prompt", "a group of one has no advantage")
+        self.groups_in_flight = _at_least(groups_in_flight, 1, "groups_in_flight")
+        self.micro_batch = None if micro_batch is None else _at_least(micro_batch, 1, "micro_batch")
+        self.beta = _at_least(beta, 0, "beta")
+        self.clip_range = _above_zero(clip_range, "clip_range")
+        self.max_grad_norm = None if max_grad_norm is None else _above_zero(max_grad_norm, "max_grad_norm", "use null for no clipping")
+        self.same_initial_noise = same_initial_noise
+        self.verify_every = _at_least(verify_every, 0, "verify_every")
+        self.seed = seed
+        self.sigma_grid = sigmas(num_steps, policy.num_tokens)
+        self.eval_sigma_grid = sigmas(eval_num_steps or num_steps, policy.num_tokens)
+        self.trained_steps = window.size(num_steps)
+        weights = step_weights or ConstantStepWeights()
+        self.step_weights = weights(transition, self.sigma_grid, window.candidates(num_steps))
+        self._check_noise_in_window(num_steps)
+        self.iteration = 0
+        """Rollouts completed, also across resumes: what schedules of the learning rate, logs and checkpoints count."""
+        self._reference: Reference | None = None
+
+    # the algorithm
+
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        self.policy.eval()  # no dropout, neither in the rollout nor in the update
+        iteration = Iteration(batch, generations=self.generations_per_prompt, device=self.device)
+        try:
+            self.schedule.begin(len(batch) * self.generations_per_prompt * self.trained_steps)
+            for chunk in iteration.chunks(self.groups_in_flight):
+                rollouts = self._roll_out(iteration, chunk)
+                if not self._holds_iteration:
+                    self._form_gradient(iteration, rollouts, iteration.advantages(self.advantage, chunk))
+            if self._holds_iteration:
+                for part in self.schedule.updates(iteration.rollouts):
+                    self._form_gradient(iteration, part, iteration.advantages(self.advantage))
+                    self._update(iteration)
+            else:
+                self._update(iteration)
+        finally:
+            iteration.release()
+            self.schedule.release()
+        self.iteration += 1
+        self._log_iteration(iteration)
+
+    def _requests(self, iteration: Iteration, chunk: Rows) -> Iterator[Request]:
+        """The chunk's micro-batches; each of its prompts is encoded once."""
+        batch, first = iteration.batch, int(chunk.prompt.min())
+        encoded = self._encode([batch.prompts[p] for p in chunk.prompt.unique().tolist()])
+        size = self.micro_batch or len(chunk)
+        for start in range(0, len(chunk), size):
+            rows = chunk[slice(start, start + size)]
+            noise = KeyedNoise(
+                seed=self.seed,
+                iteration=batch.iteration,
+                rows=rows,
+                latent_shape=self.policy.latent_shape,
+                same_initial=self.same_initial_noise,
+            )
+            trained = self.window.trained(len(self.step_weights), seed=self.seed, iteration=batch.iteration, rows=rows)
+            yield Request(
+                rows=rows,
+                conditioning=encoded.rows(rows.prompt - first),
+                initial=noise.initial().to(self.device),
+                noise=noise,
+                trained=trained,
+                stochastic=self.window.stochastic(trained),
+            )
+
+    def _roll_out(self, iteration: Iteration, chunk: Rows) -> list[Rollout]:
+        """Sample, decode and score the groups of a chunk. Streaming Reweight is given each micro-batch's rewards right
+        after its rollout; otherwise a chunk is scored at once."""
+        early, rollouts, samples = self.schedule.wants_rewards_early, [], []
+        for request in self._requests(iteration, chunk):
+            with iteration.clock("rollout"):
+                rollouts.append(self.schedule.rollout(request))
+            iteration.rollouts.append(rollouts[-1])
+            with iteration.clock("decode"), torch.no_grad():
+                samples.append(iteration.samples(request.rows, self.policy.decode(rollouts[-1].latents)))
+            if early:
+                rewards = self._score(iteration, samples.pop())
+                self.schedule.absorb(rollouts[-1], rewards)
+        if samples:
+            self._score(iteration, join_samples(samples))
+        return rollouts
+
+    def _score(self, iteration: Iteration, samples: Samples) -> Tensor:
+        """Announce the samples to the trainer's callbacks -> total reward ``[n]`` float64, NaN = dropped."""
+        scores = Scores()
+        with iteration.clock("reward"), torch.no_grad():
+            for callback in self.trainer.callbacks:
+                hook = getattr(callback, "on_rollout_end", None)
+                if hook is not None:
+                    hook(self.trainer, self, samples, scores)
+        return iteration.record(samples, scores)
+
+    def _form_gradient(self, iteration: Iteration, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
+        with iteration.clock("update"):
+            self.schedule.backward(rollouts, advantages)
+        if self.schedule.lean and self.verify_every and self.iteration % self.verify_every == 0 and not iteration.verified:
+            with iteration.clock("verify"):
+                iteration.verified = self.schedule.verify(rollouts[0])
+
+    def _update(self, iteration: Iteration) -> None:
+        """Correction -> accumulation -> clipping -> optimizer step. An update to which nothing contributed is not taken:
+        neither momentum nor weight decay may move the policy on no evidence."""
+        with iteration.clock("update"):
+            self.schedule.finish(self.advantage.final_scale(iteration.total_rewards()))
+            parameters = self._trainable()
+            if any(p.grad is not None for p in parameters):
+                norm = self._clip(parameters)
+                iteration.record_norm(norm, min(norm, self.max_grad_norm or math.inf))
+                optimizer = self.optimizers()
+                assert not isinstance(optimizer, list)
+                optimizer.step()
+                optimizer.zero_grad()
+        iteration.count_rows(self.schedule)
+
+    def _clip(self, parameters: list[torch.nn.Parameter]) -> float:
+        bound = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(parameters, bound).item()
+        if not math.isfinite(norm):
+            raise ValueError(
+                f"gradient norm {norm} in iteration {self.iteration}: the update was not taken; resume from the last "
+                "checkpoint with a lower learning rate or a higher precision"
+            )
+        return norm
+
+    @property
+    def _holds_iteration(self) -> bool:
+        """Whether no gradient can be formed before the iteration's last reward."""
+        return self.schedule.updates_per_rollout > 1 or self.advantage.needs_iteration
+
+    # sampling without training
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[str],
+        *,
+        prompt_index: Tensor,
+        image_index: Tensor,
+        seed: int = 0,
+    ) -> Tensor:
+        """Images by the deterministic sampler (Euler on the ODE, ``eval_num_steps`` steps).
+
+        Args:
+            prompts: [n] one per image; equal prompts are encoded once.
+            prompt_index, image_index: [n] int64 ids. The initial noise is a function of (seed, prompt_index,
+                image_index), so the same ids give the same image on any batch size, before and after training.
+
+        Returns: ``[n, 3, H, W]`` (or video) float32 in [0, 1].
+        """
+        was_training = self.policy.training
+        self.policy.eval()
+        try:
+            rows = Rows(prompt=prompt_index, generation=image_index)
+            none = torch.zeros(len(rows), len(self.eval_sigma_grid) - 1, dtype=torch.bool)
+            noise = KeyedNoise(seed=seed, iteration=-1, rows=rows, latent_shape=self.policy.latent_shape)
+            request = Request(
+                rows=rows,
+                conditioning=self._encode(prompts),
+                initial=noise.initial().to(self.device),
+                noise=noise,
+                trained=none,
+                stochastic=none,
+            )
+            process = ReverseProcess(velocity=self.policy, transition=ODE(), sigmas=self.eval_sigma_grid)
+            return self.policy.decode(denoise(process, request))
+        finally:
+            self.policy.train(was_training)
+
+    def _encode(self, prompts: Sequence[str]) -> Conditioning:
+        unique = list(dict.fromkeys(prompts))
+        conditioning = self.policy.encode(unique)
+        return conditioning.rows(torch.tensor([unique.index(p) for p in prompts]))
+
+    def _evaluate(self, batch: Any) -> Samples:
+        images = self.sample(batch.prompts, prompt_index=batch.prompt_index, image_index=batch.image_index)
+        rows = Rows(prompt=batch.prompt_index, generation=batch.image_index)
+        return Samples(images=images, prompts=tuple(batch.prompts), metadata=tuple(batch.metadata), rows=rows)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Samples:
+        return self._evaluate(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Samples:
+        return self._evaluate(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Samples:
+        return self._evaluate(batch)
+
+    # Lightning's side
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                f"{self.trainer.world_size} processes: this version trains in one; set trainer.devices: 1 and trainer.num_nodes: 1"
+            )
+        if self.trainer.precision == "16-mixed":
+            raise ValueError("precision 16-mixed scales the loss, which is not proven exact here; use bf16-mixed, bf16-true or 32-true")
+        if stage == "fit" and self.beta > 0:
+            self._reference = self.policy.reference()  # before a checkpoint is loaded: the anchor is where training began
+
+    def on_fit_start(self) -> None:
+        if self._reference is not None:
+            self._reference.to(self.device)
+        self.schedule.bind(
+            Context(
+                process=ReverseProcess(velocity=self.policy, transition=self.transition, sigmas=self.sigma_grid),
+                gradients=LocalGradients(self._trainable()),
+                backward=self.manual_backward,
+                advantage=self.advantage,
+                generations=self.generations_per_prompt,
+                step_weights=self.step_weights,
+                clip_range=self.clip_range,
+                beta=self.beta,
+                reference=self._reference,
+            )
+        )
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self._trainable())
+        return optimizer if self.lr_scheduler is None else ([optimizer], [self.lr_scheduler(optimizer)])
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch  # text and ids stay where they are
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lean_grpo"] = {
+            "iteration": self.iteration,
+            "sigmas": self.sigma_grid.tolist(),
+            "reference": None if self._reference is None else self._reference.fingerprint(),
+            "rng": rng_state(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = check_checkpoint(checkpoint, self.policy)
+        self.iteration = saved["iteration"]
+        if self._reference is not None and saved["reference"] not in (None, self._reference.fingerprint()):
+            raise ValueError(
+                "the reference policy of this checkpoint's run had other weights than this config's policy starts from; "
+                "point the policy at the weights that training started from, or set beta: 0"
+            )
+        restore_rng_state(saved["rng"])
+
+    def _trainable(self) -> list[torch.nn.Parameter]:
+        parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        if not parameters:
+            raise ValueError(f"{type(self.policy).__name__} has no trainable parameter")
+        return parameters
+
+    def _check_noise_in_window(self, num_steps: int) -> None:
+        std = self.transition.coefficients(self.sigma_grid).std
+        silent = (self.window.candidates(num_steps) & (std == 0)).nonzero().flatten().tolist()
+        if silent:
+            raise ValueError(
+                f"{type(self.transition).__name__} adds no noise at step(s) {silent}, which {type(self.window).__name__} "
+                "would train: a deterministic step has no log-probability; choose another window or transition"
+            )
+
+    def _log_iteration(self, iteration: Iteration) -> None:
+        scheduler = self.lr_schedulers()
+        metrics = iteration.metrics(self.advantage) | {
+            "lr": self.optimizers().param_groups[0]["lr"],  # type: ignore[union-attr]
+            "iteration": float(self.iteration),
+        }
+        if scheduler is not None:
+            scheduler.step()  # type: ignore[union-attr]
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=self.iteration)
+        for name in ("reward", "grad_norm"):
+            self.log(name, metrics.get(name, 0.0), prog_bar=True, logger=False)
+        self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
+
+
+def _at_least(value: Any, low: int, name: str, why: str = "") -> Any:
+    if value < low:
+        raise ValueError(f"{name}={value}: expected at least {low}" + (f" ({why})" if why else ""))
+    return value
+
+
+def _above_zero(value: float, name: str, remedy: str = "") -> float:
+    if not value > 0:
+        raise ValueError(f"{name}={value}: expected a positive number" + (f"; {remedy}" if remedy else ""))
+    return value

@@ -1,0 +1,103 @@
+"""The one door to a pretrained generator. Everything family-specific (casts, scaling, packing, the model's own
+timestep convention, guidance) lives behind it.
+
+Notation: ``x_sigma = (1 - sigma) x_0 + sigma eps``, ``sigma = 1`` pure noise, ``sigma = 0`` clean;
+the velocity is ``v = eps - x_0``, hence ``x_0 = x_sigma - sigma v``.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_modules.types import Conditioning
+
+
+class Policy(nn.Module, ABC):
+    """A velocity field conditioned on text, with what is needed to feed it (``encode``) and to look at it (``decode``).
+
+    Children of the module are what is trained and checkpointed, nothing else: frozen encoders and the VAE sit in a
+    :class:`FrozenParts` holder, which is neither a child nor in a state dict.
+    """
+
+    @property
+    @abstractmethod
+    def latent_shape(self) -> tuple[int, ...]:
+        """Shape of one latent, without the batch dimension: ``(C, H, W)`` or ``(C, F, H, W)``."""
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Image tokens the backbone sees per latent, for resolution-dependent noise grids; ``None`` if it has none."""
+        return None
+
+    @abstractmethod
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        """``[N]`` prompts -> conditioning with N rows, detached, on the device of the trained parameters."""
+
+    @abstractmethod
+    def forward(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """``latents [N, *latent]``, ``sigma [N]`` in [0, 1], conditioning with N rows -> velocity ``[N, *latent]``.
+
+        DDP, FSDP and compile act on this method alone, so samplers must call the module, never a part of it.
+        """
+
+    @abstractmethod
+    def decode(self, latents: Tensor) -> Tensor:
+        """Clean latents ``[N, *latent]`` -> images ``[N, 3, H, W]`` (video ``[N, 3, F, H, W]``), float32 in [0, 1]."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def reference(self) -> Reference:
+        """The policy as it is now, frozen: the anchor of the KL term. A copy here; an adapter policy switches off its
+        adapters instead."""
+        return Reference(self)
+
+
+class Reference:
+    """A frozen copy of a policy's velocity field. Deliberately no ``nn.Module``: neither a child nor checkpointed."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = copy.deepcopy(policy).requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def __call__(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return self._policy(latents, sigma, conditioning)
+
+    def fingerprint(self) -> str:
+        """Hash of the frozen weights, to recognise the same anchor after a resume."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self._policy.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def to(self, device: torch.device | str) -> Reference:
+        self._policy.to(device)
+        return self
+
+
+class FrozenParts:
+    """Plain holder of frozen modules (text encoder, VAE): moved explicitly, invisible to ``state_dict`` and DDP."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        for module in modules.values():
+            module.requires_grad_(False).eval()
+        self._modules_by_name = modules
+
+    def __getattr__(self, name: str) -> nn.Module:
+        try:
+            return self.__dict__["_modules_by_name"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: torch.device | str) -> FrozenParts:
+        for module in self._modules_by_name.values():
+            module.to(device)
+        return self

@@ -1,0 +1,197 @@
+"""When a rollout's gradient is formed. Every schedule gives the gradient of the same loss,
+
+    L = 1/N  sum over (prompt b, generation m, trained step t) of   w_t * surrogate(A_bm, log p_t)  +  beta * KL_t
+
+with N the number of ALL such triples of the update, whatever is dropped, skipped or split: with one optimizer step per
+rollout the policy has not moved, the ratio is 1, and the policy term's gradient is ``-A w_t / N * grad log p_t``
+(LeanGRPO, arXiv 2609.03528, sections 3-4).
+
+The shell's side of the contract, per iteration::
+
+    begin(normaliser)
+    for each chunk of groups:   rollout(request) per micro-batch [, absorb(rollout, rewards)], then backward(rollouts, advantages)
+    finish(scale)               the gradient is in the parameters' .grad
+    release()                   always, also after an exception
+
+Schedules know no Lightning: how to backpropagate is handed in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_modules.advantages import Advantages, GroupAdvantage
+from lightning_modules.flow.denoise import ReverseProcess, Velocity, draw
+from lightning_modules.parallel.gradients import Gradient, LocalGradients
+from lightning_modules.types import Conditioning, Request, Rollout, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a schedule works with for a whole run."""
+
+    process: ReverseProcess
+    """the reverse process of the policy being trained."""
+    gradients: LocalGradients
+    """where its gradients are held."""
+    backward: Callable[..., None]
+    """``backward(loss, retain_graph=False)``: Lightning's ``manual_backward``, or ``Tensor.backward`` without it."""
+    advantage: GroupAdvantage
+    """only its properties are read, to choose how to hold gradients."""
+    generations: int
+    """M, the size of a whole group."""
+    step_weights: Tensor
+    """[T] float64."""
+    clip_range: float = 1e-4
+    """half-width of the clip around ratio 1."""
+    beta: float = 0.0
+    """weight of the KL to the reference policy."""
+    reference: Velocity | None = None
+    """the reference policy's velocity, without gradients; needed when beta > 0."""
+
+
+class Schedule(ABC):
+    """Base of Native, Retain and Reweight."""
+
+    lean = True
+    """Whether the gradient is formed without a second policy forward."""
+
+    updates_per_rollout = 1
+    """Optimizer steps per rollout."""
+
+    wants_rewards_early = False
+    """Whether :meth:`absorb` must be given each micro-batch's rewards right after its rollout."""
+
+    def bind(self, context: Context) -> None:
+        """Take the run's context. Errors: ``ValueError`` where this schedule would not be exact, with the remedy."""
+        if context.beta > 0 and context.reference is None:
+            raise ValueError(f"beta={context.beta} needs a reference policy")
+        self.context = replace(context, process=replace(context.process, velocity=self._counted(context.process.velocity)))
+        self.begin(1)
+
+    def begin(self, normaliser: int) -> None:
+        """Start the gradient of one update. ``normaliser``: N, its (prompt, generation, trained step) triples."""
+        self.normaliser = normaliser
+        self.total = self.context.gradients.buffer()
+        self.kl_total = self.context.gradients.buffer()
+        self.forward_rows = self.backward_rows = 0
+        self.kl_sum, self.kl_count = 0.0, 0
+
+    @abstractmethod
+    def rollout(self, request: Request) -> Rollout:
+        """Sample one micro-batch, recording its trained steps."""
+
+    def absorb(self, rollout: Rollout, rewards: Tensor) -> None:
+        """``rewards [N]`` float64 (NaN = dropped) of a rollout, before its group is complete."""
+
+    @abstractmethod
+    def backward(self, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
+        """Add the gradient of these rollouts, whose groups are complete, and free what they hold."""
+
+    def updates(self, rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
+        """The rollouts of each optimizer step, when all of the iteration's are held."""
+        yield rollouts
+
+    def finish(self, scale: float = 1.0) -> None:
+        """Deliver the gradient, its policy term multiplied by ``scale`` (global std, known only now; the KL term is
+        no function of the rewards and is not)."""
+        if scale != 1.0:
+            self.total.mul_(scale)
+        self.total.add_(self.kl_total)
+        self.kl_total.clear()
+        self.context.gradients.deliver(self.total)
+
+    def release(self) -> None:
+        """Drop every gradient and statistic held for the iteration. The rollouts' graphs are the caller's to release."""
+        self.total.clear()
+        self.kl_total.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars of the last update, for the log."""
+        return {"kl": self.kl_sum / self.kl_count} if self.kl_count else {}
+
+    @torch.no_grad()
+    def verify(self, rollout: Rollout, max_steps: int = 3) -> dict[int, float]:
+        """Re-forward some trained steps of a rollout -> step: largest ``|ratio - 1|``. Meant for lean schedules, whose
+        claim is that this forward is redundant; valid until the optimizer steps."""
+        chosen = rollout.steps[:: max(1, len(rollout.steps) // max_steps)][:max_steps]
+        return {s.step: ratio_deviation(self._rescore(rollout.request, s)[0], s.log_prob) for s in chosen}
+
+    # shared by the schedules
+
+    def _transition(
+        self, request: Request, step: int, index: Tensor, latents: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One trained step in the caller's gradient mode -> next latents (detached), log-prob ``[n]``, KL ``[n]``."""
+        conditioning = request.conditioning.rows(index)
+        process = self.context.process
+        mean, std = process.moments(step, latents, conditioning)
+        after = draw(mean, std, noise, latents.dtype)
+        log_prob = process.transition.log_prob(after, mean, std)
+        return after, log_prob, self._kl(step, latents, conditioning, mean, std) if torch.is_grad_enabled() else None
+
+    def _rescore(self, request: Request, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Run the policy AGAIN on a recorded step -> log-prob ``[n]`` and KL ``[n]`` in the caller's gradient mode."""
+        conditioning = request.conditioning.rows(step.index)
+        process = self.context.process
+        mean, std = process.moments(step.step, step.latents, conditioning)
+        log_prob = process.transition.log_prob(step.next_latents, mean, std)
+        kl = self._kl(step.step, step.latents, conditioning, mean, std) if torch.is_grad_enabled() else None
+        return log_prob, kl
+
+    def _kl(self, step: int, latents: Tensor, conditioning: Conditioning, mean: Tensor, std: Tensor) -> Tensor | None:
+        if not self.context.beta > 0:
+            return None
+        process = self.context.process
+        with torch.no_grad():
+            reference_mean, _ = process.moments(step, latents, conditioning, self.context.reference)
+        kl = process.transition.kl(mean, reference_mean, std)
+        self.kl_sum += kl.detach().sum().item()
+        self.kl_count += len(kl)
+        return kl
+
+    def _coefficient(self, rollout: Rollout, step: Step, advantages: Advantages) -> Tensor:
+        """``c_i = -A_i w_t / N``, ``[n]`` in the log-prob's dtype; -0.0 where the advantage is exactly zero."""
+        rows = rollout.request.rows[step.index]
+        values = advantages.of(rows.prompt, rows.generation)
+        weight = self.context.step_weights[step.step].item() / self.normaliser
+        return (-values * weight).to(step.log_prob)
+
+    def _idle(self, coefficient: Tensor) -> bool:
+        """Whether these rows add nothing: every advantage is exactly zero and there is no KL term."""
+        return self.context.beta == 0 and not coefficient.any()
+
+    def _accumulate(self, policy_loss: Tensor, kl: Tensor | None) -> None:
+        """Backpropagate one step of one micro-batch: ``policy_loss [n]`` and the step's KL ``[n]``."""
+        rows = len(policy_loss)
+        if kl is None:
+            self._backward(policy_loss.sum(), rows, self.total)
+            return
+        kl_loss = kl.sum() * (self.context.beta / self.normaliser)
+        if self.context.advantage.deferred:  # the two terms are scaled apart at the end
+            self._backward(policy_loss.sum(), rows, self.total, retain_graph=True)
+            self._backward(kl_loss, rows, self.kl_total)
+        else:
+            self._backward(policy_loss.sum() + kl_loss, rows, self.total)
+
+    def _backward(self, loss: Tensor, rows: int, into: Gradient, retain_graph: bool = False) -> None:
+        self.backward_rows += rows
+        with self.context.gradients.into(into):
+            self.context.backward(loss, retain_graph=retain_graph)
+
+    def _counted(self, velocity: Velocity) -> Velocity:
+        def count_rows(latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+            self.forward_rows += len(latents)
+            return velocity(latents, sigma, conditioning)
+
+        return count_rows
+
+
+def ratio_deviation(log_prob: Tensor, rollout_log_prob: Tensor) -> float:
+    """Largest ``|p_theta / p_rollout - 1|`` over the rows."""
+    return torch.expm1(log_prob - rollout_log_prob).abs().max().item()

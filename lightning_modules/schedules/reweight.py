@@ -1,0 +1,157 @@
+"""Backpropagate each trained step at once with unit advantage, scale by the advantage afterwards.
+
+The gradient is linear in the advantage: ``sum_i A_i g_i`` with ``g_i = sum_t -w_t grad log p_t`` of sample i, which
+needs no reward. So the graph of a step lives only until its own backward, and what is held is one gradient per sample
+(LeanGRPO, arXiv 2609.03528, section 3), never synchronised before it is corrected.
+
+**Streaming.** Where the advantage is affine in the reward, ``A_i = (r_i - mean) s``, two sums per open group suffice:
+
+    S0 = sum_i g_i,   S1 = sum_i (r_i - c) g_i,   sum_i A_i g_i = s (S1 - (mean - c) S0)
+
+with ``c`` the group's first reward, so that neither sum cancels a large common offset. Memory no longer depends on the
+number of generations; each reward is needed right after its sample.
+
+Trained steps run sample by sample: b backwards through one batched graph would each pay for the whole batch. A small
+model, which one sample does not fill the machine with, is therefore slower under Reweight than under Native.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_modules.advantages import Advantages
+from lightning_modules.flow.denoise import denoise
+from lightning_modules.parallel.gradients import Gradient
+from lightning_modules.schedules.base import Context, Schedule
+from lightning_modules.types import Request, Rollout, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReweightRollout(Rollout):
+    unit_gradients: list[Gradient] = field(default_factory=list)
+    """one per row, until it is scaled or folded."""
+
+    def release(self) -> None:
+        super().release()
+        self.unit_gradients.clear()
+
+
+@dataclass(kw_only=True)
+class OpenGroup:
+    """The two sums of a group whose rewards are still coming in."""
+
+    first_reward: float
+    s0: Gradient
+    s1: Gradient
+
+
+class Reweight(Schedule):
+    """Scale unit gradients afterwards.
+
+    Args:
+        storage: ``"per_sample"`` (one gradient per sample), ``"streaming"`` (two per open group), or ``"auto"``:
+            streaming wherever it is certain to be exact. Decided when training starts, never in mid-run.
+    """
+
+    def __init__(self, storage: Literal["per_sample", "streaming", "auto"] = "auto") -> None:
+        if storage not in ("per_sample", "streaming", "auto"):
+            raise ValueError(f"storage={storage!r}: expected 'per_sample', 'streaming' or 'auto'")
+        self.storage = storage
+        self._open: dict[int, OpenGroup] = {}
+
+    def bind(self, context: Context) -> None:
+        affine = context.advantage.is_affine(context.generations)
+        if self.storage == "streaming" and not affine:
+            raise ValueError(
+                f"storage: streaming is exact only where the advantage is affine in the reward, but a clip at "
+                f"{context.advantage.clip} can fire for groups of {context.generations} with std: {context.advantage.std}; "
+                "set the advantage's clip: null, or std: group with few enough generations, or storage: per_sample"
+            )
+        self.streaming = affine and self.storage != "per_sample"
+        super().bind(context)
+
+    @property
+    def wants_rewards_early(self) -> bool:  # type: ignore[override]
+        return self.streaming
+
+    def begin(self, normaliser: int) -> None:
+        super().begin(normaliser)
+        self._open.clear()
+
+    def release(self) -> None:
+        super().release()
+        self._open.clear()
+
+    def rollout(self, request: Request) -> ReweightRollout:
+        unit = [self.context.gradients.buffer() for _ in range(len(request))]
+        steps: list[Step] = []
+
+        def advance(step: int, index: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
+            rows = [self._one_row(request, step, index, latents, noise, k, unit) for k in range(len(index))]
+            after, log_prob = torch.cat([a for a, _ in rows]), torch.cat([p for _, p in rows])
+            steps.append(Step(step=step, index=index, latents=latents, next_latents=after, log_prob=log_prob))
+            return after
+
+        latents = denoise(self.context.process, request, advance)
+        return ReweightRollout(request=request, latents=latents, steps=steps, unit_gradients=unit)
+
+    def _one_row(
+        self, request: Request, step: int, index: Tensor, latents: Tensor, noise: Tensor, k: int, unit: list[Gradient]
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward row ``k`` of the step's rows -> next latents and log-prob of that row, detached."""
+        with torch.enable_grad():
+            one = slice(k, k + 1)
+            after, log_prob, kl = self._transition(request, step, index[one], latents[one], noise[one])
+            weight = self.context.step_weights[step].item()
+            self._backward(-weight * log_prob.sum(), 1, unit[int(index[k])], retain_graph=kl is not None)
+            if kl is not None:
+                self._backward(kl.sum() * (self.context.beta / self.normaliser), 1, self.kl_total)
+        return after, log_prob.detach()
+
+    def absorb(self, rollout: Rollout, rewards: Tensor) -> None:
+        assert isinstance(rollout, ReweightRollout)
+        if not self.streaming:
+            return
+        for k, (prompt, reward) in enumerate(zip(rollout.request.rows.prompt.tolist(), rewards.tolist(), strict=True)):
+            gradient, rollout.unit_gradients[k] = rollout.unit_gradients[k], self.context.gradients.buffer()
+            if reward != reward:  # NaN: dropped
+                continue
+            if prompt not in self._open:
+                buffer = self.context.gradients.buffer
+                self._open[prompt] = OpenGroup(first_reward=reward, s0=buffer(), s1=buffer())
+            group = self._open[prompt]
+            group.s0.add_(gradient)
+            if reward != group.first_reward:
+                group.s1.add_(gradient, reward - group.first_reward)
+
+    def backward(self, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
+        if self.streaming:
+            self._close_groups(advantages)
+        else:
+            self._scale_samples(rollouts, advantages)
+        for rollout in rollouts:
+            assert isinstance(rollout, ReweightRollout)
+            rollout.unit_gradients.clear()
+
+    def _close_groups(self, advantages: Advantages) -> None:
+        for prompt, affine in advantages.groups.items():
+            group = self._open.pop(prompt, None)
+            if group is None or affine.scale == 0.0:
+                continue
+            scale = affine.scale / self.normaliser
+            self.total.add_(group.s1, scale)
+            self.total.add_(group.s0, -scale * (affine.mean - group.first_reward))
+
+    def _scale_samples(self, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
+        for rollout in rollouts:
+            assert isinstance(rollout, ReweightRollout)
+            rows = rollout.request.rows
+            for value, gradient in zip(advantages.of(rows.prompt, rows.generation).tolist(), rollout.unit_gradients, strict=True):
+                if value != 0.0:
+                    self.total.add_(gradient, value / self.normaliser)
+                gradient.clear()

@@ -68,7 +68,9 @@ class GroupAdvantage:
         if clip is not None and not clip > 0:
             raise ValueError(f"clip={clip}: expected a positive bound on |advantage|, or null for none")
         if not eps > 0:
-            raise ValueError(f"eps={eps}: expected a positive number (it guards the division by the standard deviation)")
+            raise ValueError(
+                f"eps={eps}: expected a positive number (it guards the division by the standard deviation)"
+            )
         if ddof not in (0, 1):
             raise ValueError(f"ddof={ddof}: expected 0 (population) or 1 (sample)")
         self.std, self.clip, self.eps, self.ddof = std, clip, eps, ddof

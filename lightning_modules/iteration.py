@@ -47,7 +47,9 @@ class Iteration:
     def record(self, samples: Samples, scores: Scores) -> Tensor:
         """Check and keep what the scorers filled in -> total reward ``[n]``."""
         if not any(scores.weights.get(name, 1.0) for name in scores.values):
-            raise ValueError("no callback scored the rollout: add callbacks.RewardScoring with at least one weighted reward")
+            raise ValueError(
+                "no callback scored the rollout: add callbacks.RewardScoring with at least one weighted reward"
+            )
         total = torch.zeros(len(samples), dtype=torch.float64)
         for name, values in scores.values.items():
             if values.shape != total.shape or values.isinf().any():
@@ -70,7 +72,9 @@ class Iteration:
     def total_rewards(self) -> Tensor:
         total = torch.cat([t for _, _, t in self._scored])
         if total.isnan().all():
-            raise ValueError(f"every sample of iteration {self.batch.iteration} was dropped: no reward gave a finite score")
+            raise ValueError(
+                f"every sample of iteration {self.batch.iteration} was dropped: no reward gave a finite score"
+            )
         return total
 
     def count_rows(self, schedule: Schedule) -> None:
@@ -136,6 +140,7 @@ def join_samples(samples: list[Samples]) -> Samples:
         prompts=sum((s.prompts for s in samples), ()),
         metadata=sum((s.metadata for s in samples), ()),
         rows=Rows(
-            prompt=torch.cat([s.rows.prompt for s in samples]), generation=torch.cat([s.rows.generation for s in samples])
+            prompt=torch.cat([s.rows.prompt for s in samples]),
+            generation=torch.cat([s.rows.generation for s in samples]),
         ),
     )

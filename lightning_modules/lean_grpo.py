@@ -22,12 +22,12 @@ from lightning_modules.flow.noise import KeyedNoise
 from lightning_modules.flow.sigmas import Sigmas
 from lightning_modules.flow.transitions import ODE, Transition
 from lightning_modules.flow.windows import Window
-from lightning_modules.objectives.step_weights import ConstantStepWeights, StepWeights
 from lightning_modules.iteration import Iteration, join_samples
+from lightning_modules.objectives.step_weights import ConstantStepWeights, StepWeights
 from lightning_modules.parallel.gradients import LocalGradients
 from lightning_modules.policies.base import Policy, Reference
 from lightning_modules.schedules.base import Context, Schedule
-from lightning_modules.state import check_checkpoint, rng_state, restore_rng_state
+from lightning_modules.state import ResumePoint, check_checkpoint, settle_loops
 from lightning_modules.types import Conditioning, PromptBatch, Request, Rollout, Rows, Samples, Scores
 
 
@@ -60,6 +60,10 @@ class LeanGRPO(LightningModule):
     Errors: ``ValueError`` naming the argument and the remedy, here or when training starts.
     """
 
+    eval_seed = 0
+    """Key of the noise of validation, test and prediction: the same for every run, so that runs and checkpoints are
+    judged on the same noise."""
+
     def __init__(
         self,
         *,
@@ -86,14 +90,24 @@ class LeanGRPO(LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.policy, self.schedule, self.transition, self.window, self.advantage = policy, schedule, transition, window, advantage
+        self.policy, self.schedule, self.transition, self.window, self.advantage = (
+            policy,
+            schedule,
+            transition,
+            window,
+            advantage,
+        )
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.generations_per_prompt = _at_least(generations_per_prompt, 2, "generations_per_prompt", "a group of one has no advantage")
+        self.generations_per_prompt = _at_least(
+            generations_per_prompt, 2, "generations_per_prompt", "a group of one has no advantage"
+        )
         self.groups_in_flight = _at_least(groups_in_flight, 1, "groups_in_flight")
         self.micro_batch = None if micro_batch is None else _at_least(micro_batch, 1, "micro_batch")
         self.beta = _at_least(beta, 0, "beta")
         self.clip_range = _above_zero(clip_range, "clip_range")
-        self.max_grad_norm = None if max_grad_norm is None else _above_zero(max_grad_norm, "max_grad_norm", "use null for no clipping")
+        self.max_grad_norm = (
+            None if max_grad_norm is None else _above_zero(max_grad_norm, "max_grad_norm", "use null for no clipping")
+        )
         self.same_initial_noise = same_initial_noise
         self.verify_every = _at_least(verify_every, 0, "verify_every")
         self.seed = seed
@@ -105,12 +119,16 @@ class LeanGRPO(LightningModule):
         self._check_noise_in_window(num_steps)
         self.iteration = 0
         """Rollouts completed, also across resumes: what schedules of the learning rate, logs and checkpoints count."""
+        self.iteration_metrics: dict[str, float] = {}
+        """What the last completed iteration logged."""
         self._reference: Reference | None = None
+        self._resume_point = ResumePoint()
 
     # the algorithm
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         self.policy.eval()  # no dropout, neither in the rollout nor in the update
+        self._resume_point.begin()
         iteration = Iteration(batch, generations=self.generations_per_prompt, device=self.device)
         try:
             self.schedule.begin(len(batch) * self.generations_per_prompt * self.trained_steps)
@@ -127,8 +145,7 @@ class LeanGRPO(LightningModule):
         finally:
             iteration.release()
             self.schedule.release()
-        self.iteration += 1
-        self._log_iteration(iteration)
+        self._complete(iteration)
 
     def _requests(self, iteration: Iteration, chunk: Rows) -> Iterator[Request]:
         """The chunk's micro-batches; each of its prompts is encoded once."""
@@ -184,7 +201,12 @@ class LeanGRPO(LightningModule):
     def _form_gradient(self, iteration: Iteration, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
         with iteration.clock("update"):
             self.schedule.backward(rollouts, advantages)
-        if self.schedule.lean and self.verify_every and self.iteration % self.verify_every == 0 and not iteration.verified:
+        if (
+            self.schedule.lean
+            and self.verify_every
+            and self.iteration % self.verify_every == 0
+            and not iteration.verified
+        ):
             with iteration.clock("verify"):
                 iteration.verified = self.schedule.verify(rollouts[0])
 
@@ -199,6 +221,7 @@ class LeanGRPO(LightningModule):
                 iteration.record_norm(norm, min(norm, self.max_grad_norm or math.inf))
                 optimizer = self.optimizers()
                 assert not isinstance(optimizer, list)
+                self._resume_point.move()
                 optimizer.step()
                 optimizer.zero_grad()
         iteration.count_rows(self.schedule)
@@ -263,7 +286,9 @@ class LeanGRPO(LightningModule):
         return conditioning.rows(torch.tensor([unique.index(p) for p in prompts]))
 
     def _evaluate(self, batch: Any) -> Samples:
-        images = self.sample(batch.prompts, prompt_index=batch.prompt_index, image_index=batch.image_index)
+        images = self.sample(
+            batch.prompts, prompt_index=batch.prompt_index, image_index=batch.image_index, seed=self.eval_seed
+        )
         rows = Rows(prompt=batch.prompt_index, generation=batch.image_index)
         return Samples(images=images, prompts=tuple(batch.prompts), metadata=tuple(batch.metadata), rows=rows)
 
@@ -284,9 +309,18 @@ class LeanGRPO(LightningModule):
                 f"{self.trainer.world_size} processes: this version trains in one; set trainer.devices: 1 and trainer.num_nodes: 1"
             )
         if self.trainer.precision == "16-mixed":
-            raise ValueError("precision 16-mixed scales the loss, which is not proven exact here; use bf16-mixed, bf16-true or 32-true")
+            raise ValueError(
+                "precision 16-mixed scales the loss, which is not proven exact here; use bf16-mixed, bf16-true or 32-true"
+            )
+        if stage == "fit" and self.trainer.max_epochs not in (1, -1):
+            raise ValueError(
+                f"trainer.max_epochs={self.trainer.max_epochs}: one epoch is the whole run; set trainer.max_epochs: 1 and "
+                "the length of the run by the datamodule's iterations"
+            )
         if stage == "fit" and self.beta > 0:
-            self._reference = self.policy.reference()  # before a checkpoint is loaded: the anchor is where training began
+            self._reference = (
+                self.policy.reference()
+            )  # before a checkpoint is loaded: the anchor is where training began
 
     def on_fit_start(self) -> None:
         if self._reference is not None:
@@ -317,18 +351,20 @@ class LeanGRPO(LightningModule):
             "iteration": self.iteration,
             "sigmas": self.sigma_grid.tolist(),
             "reference": None if self._reference is None else self._reference.fingerprint(),
-            "rng": rng_state(),
+            "rng": self._resume_point.rng(),
         }
+        settle_loops(checkpoint["loops"], self.iteration)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved = check_checkpoint(checkpoint, self.policy)
+        path = "the checkpoint" if self._trainer is None else self._trainer.ckpt_path
+        saved = check_checkpoint(checkpoint, self.policy, path)
         self.iteration = saved["iteration"]
         if self._reference is not None and saved["reference"] not in (None, self._reference.fingerprint()):
             raise ValueError(
                 "the reference policy of this checkpoint's run had other weights than this config's policy starts from; "
                 "point the policy at the weights that training started from, or set beta: 0"
             )
-        restore_rng_state(saved["rng"])
+        self._resume_point.load(saved["rng"])
 
     def _trainable(self) -> list[torch.nn.Parameter]:
         parameters = [p for p in self.policy.parameters() if p.requires_grad]
@@ -345,14 +381,16 @@ class LeanGRPO(LightningModule):
                 "would train: a deterministic step has no log-probability; choose another window or transition"
             )
 
-    def _log_iteration(self, iteration: Iteration) -> None:
+    def _complete(self, iteration: Iteration) -> None:
+        """Step the learning rate, count the iteration and log it."""
+        metrics = iteration.metrics(self.advantage) | {"lr": self.optimizers().param_groups[0]["lr"]}  # type: ignore[union-attr]
         scheduler = self.lr_schedulers()
-        metrics = iteration.metrics(self.advantage) | {
-            "lr": self.optimizers().param_groups[0]["lr"],  # type: ignore[union-attr]
-            "iteration": float(self.iteration),
-        }
         if scheduler is not None:
             scheduler.step()  # type: ignore[union-attr]
+        self.iteration += 1
+        self._resume_point.complete()
+        metrics["iteration"] = float(self.iteration)
+        self.iteration_metrics = metrics
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=self.iteration)
         for name in ("reward", "grad_norm"):

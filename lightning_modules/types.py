@@ -1,8 +1,8 @@
 """Frozen records that cross borders between rooms. Notation used in every shape below:
 
-    B  prompts of an iteration          N  rows of a batch (one row = one generation of one prompt)
-    M  generations per prompt (group)   T  denoising steps
-    S  trained steps of a row           ``*latent`` = ``[C, H, W]`` (image) or ``[C, F, H, W]`` (video)
+B  prompts of an iteration          N  rows of a batch (one row = one generation of one prompt)
+M  generations per prompt (group)   T  denoising steps
+S  trained steps of a row           ``*latent`` = ``[C, H, W]`` (image) or ``[C, F, H, W]`` (video)
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from torch import Tensor
 Metadata = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PromptBatch:
-    """The prompts of one iteration, as the datamodule yields them. Never a tensor, so no device transfer."""
+    """The prompts of one iteration, as the datamodule yields them. Never a tensor, so no device transfer.
+
+    Not frozen only because Lightning's precision plugins rebuild every batch and refuse frozen dataclasses.
+    """
 
     prompts: tuple[str, ...]
     """[B] text."""
@@ -170,4 +173,3 @@ class Scores:
     """name -> [N] float64 on the CPU. NaN = this sample has no score and is dropped (the scorer has already warned)."""
     weights: dict[str, float] = field(default_factory=dict)
     """name -> weight in the total reward; 0 = only monitored."""
-

@@ -24,10 +24,15 @@ class Reward(ABC):
         length; whatever :meth:`score` raises passes through."""
         check_images(images)
         if not len(images) == len(prompts) == len(metadata):
-            raise ValueError(f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata entries: give one of each per sample")
+            raise ValueError(
+                f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata entries: give one of each per sample"
+            )
         scores = torch.as_tensor(self.score(images, prompts, metadata), dtype=torch.float64, device="cpu")
         if scores.shape != (len(images),):
-            raise ValueError(f"{type(self).__name__} returned scores of shape {tuple(scores.shape)} for {len(images)} images; return one score per image")
+            raise ValueError(
+                f"{type(self).__name__} returned scores of shape {tuple(scores.shape)} for {len(images)} images; return one "
+                "score per image"
+            )
         return scores
 
 

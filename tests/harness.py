@@ -28,6 +28,7 @@ class Update:
     def __init__(
         self, policy, rewards, *, transition=None, window=None, advantage=None, step_weights=None, beta=0.0,
         reference=None, num_steps=4, micro_batch=None, groups_in_flight=1, seed=0, dtype=torch.float32, clip_range=1e-4,
+        texts=PROMPTS,
     ):  # fmt: skip
         self.policy, self.rewards = policy.eval(), torch.as_tensor(rewards, dtype=torch.float64)
         self.transition, self.window = transition or FlowSDE(0.7), window or AllButLast()
@@ -37,7 +38,7 @@ class Update:
         self.step_weights = weights(self.transition, self.sigmas, self.window.candidates(num_steps))
         self.beta, self.reference, self.clip_range = beta, reference, clip_range
         self.micro_batch, self.groups_in_flight, self.seed, self.dtype = micro_batch, groups_in_flight, seed, dtype
-        self.num_steps = num_steps
+        self.num_steps, self.texts = num_steps, texts
         self.prompts, self.generations = self.rewards.shape
 
     @property
@@ -61,7 +62,7 @@ class Update:
             noise = KeyedNoise(seed=self.seed, iteration=0, rows=rows, latent_shape=self.policy.latent_shape)
             trained = self.window.trained(self.num_steps, seed=self.seed, iteration=0, rows=rows)
             yield Request(
-                rows=rows, conditioning=self.policy.encode([PROMPTS[p] for p in rows.prompt.tolist()]),
+                rows=rows, conditioning=self.policy.encode([self.texts[p] for p in rows.prompt.tolist()]),
                 initial=noise.initial().to(self.dtype), noise=noise, trained=trained,
                 stochastic=self.window.stochastic(trained),
             )  # fmt: skip

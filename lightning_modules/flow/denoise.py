@@ -38,7 +38,9 @@ class ReverseProcess:
     def num_steps(self) -> int:
         return len(self.sigmas) - 1
 
-    def velocity_at(self, step: int, latents: Tensor, conditioning: Conditioning, field: Velocity | None = None) -> Tensor:
+    def velocity_at(
+        self, step: int, latents: Tensor, conditioning: Conditioning, field: Velocity | None = None
+    ) -> Tensor:
         """One call of the field (or of ``field`` in its place, the reference policy's, say) at level ``step``."""
         dtype = torch.promote_types(latents.dtype, torch.float32)
         sigma = self.sigmas[step].to(latents.device, dtype).expand(len(latents))

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 
-def clipped_surrogate(log_prob: Tensor, rollout_log_prob: Tensor, coefficient: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(
+    log_prob: Tensor, rollout_log_prob: Tensor, coefficient: Tensor, clip_range: float
+) -> tuple[Tensor, Tensor]:
     """``[n]`` each -> loss per sample ``[n]`` and the ratio ``[n]`` (detached)."""
     ratio = torch.exp(log_prob - rollout_log_prob)
     loss = torch.maximum(coefficient * ratio, coefficient * ratio.clamp(1.0 - clip_range, 1.0 + clip_range))

@@ -71,7 +71,9 @@ class Schedule(ABC):
         """Take the run's context. Errors: ``ValueError`` where this schedule would not be exact, with the remedy."""
         if context.beta > 0 and context.reference is None:
             raise ValueError(f"beta={context.beta} needs a reference policy")
-        self.context = replace(context, process=replace(context.process, velocity=self._counted(context.process.velocity)))
+        self.context = replace(
+            context, process=replace(context.process, velocity=self._counted(context.process.velocity))
+        )
         self.begin(1)
 
     def begin(self, normaliser: int) -> None:
@@ -88,6 +90,7 @@ class Schedule(ABC):
 
     def absorb(self, rollout: Rollout, rewards: Tensor) -> None:
         """``rewards [N]`` float64 (NaN = dropped) of a rollout, before its group is complete."""
+        assert not self.wants_rewards_early, f"{type(self).__name__} wants rewards early but does not take them"
 
     @abstractmethod
     def backward(self, rollouts: Sequence[Rollout], advantages: Advantages) -> None:

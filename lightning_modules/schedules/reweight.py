@@ -151,7 +151,9 @@ class Reweight(Schedule):
         for rollout in rollouts:
             assert isinstance(rollout, ReweightRollout)
             rows = rollout.request.rows
-            for value, gradient in zip(advantages.of(rows.prompt, rows.generation).tolist(), rollout.unit_gradients, strict=True):
+            for value, gradient in zip(
+                advantages.of(rows.prompt, rows.generation).tolist(), rollout.unit_gradients, strict=True
+            ):
                 if value != 0.0:
                     self.total.add_(gradient, value / self.normaliser)
                 gradient.clear()

@@ -1,0 +1,72 @@
+"""What the evaluation loaders yield: every prompt of a file times n images, a slice of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datamodules.prompts import Prompt
+
+
+@dataclass(kw_only=True)
+class EvalBatch:
+    """n rows of an evaluation; one row is one image to draw. The ids key its noise, so the image does not depend on
+    how the rows were cut into batches.
+
+    Not frozen only because Lightning's precision plugins rebuild every batch and refuse frozen dataclasses.
+    """
+
+    prompts: tuple[str, ...]
+    """[n] text."""
+    metadata: tuple[dict[str, Any], ...]
+    """[n] the prompt's row in its file."""
+    prompt_index: Tensor
+    """[n] int64, the prompt's position in its file, 0-based."""
+    image_index: Tensor
+    """[n] int64, which of the prompt's images, 0..images_per_prompt - 1."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+class EvalLoader:
+    """Iterable of :class:`EvalBatch`: each (prompt, image) row exactly once, prompt by prompt, ``batch_size`` rows at a
+    time, the last batch maybe shorter.
+
+    A plain iterable, not a ``DataLoader``: there is nothing to fetch, and Lightning leaves it as it is.
+
+    Args:
+        prompts: of one file, in its order.
+        images_per_prompt: >= 1.
+        batch_size: rows per batch, >= 1.
+        indices: the prompts to use, as positions in ``prompts``; all by default. ``prompt_index`` keeps the position.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], images_per_prompt: int, batch_size: int, indices: Sequence[int] | None = None
+    ) -> None:
+        for name, value in (("images_per_prompt", images_per_prompt), ("batch_size", batch_size)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: give an integer of at least 1")
+        chosen = range(len(prompts)) if indices is None else indices
+        self._prompts = prompts
+        self._batch_size = batch_size
+        self._rows = [(prompt, image) for prompt in chosen for image in range(images_per_prompt)]
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self._batch_size)
+
+    def __iter__(self) -> Iterator[EvalBatch]:
+        for first in range(0, len(self._rows), self._batch_size):
+            rows = self._rows[first : first + self._batch_size]
+            prompts = [self._prompts[index] for index, _ in rows]
+            yield EvalBatch(
+                prompts=tuple(prompt.text for prompt in prompts),
+                metadata=tuple(prompt.metadata for prompt in prompts),
+                prompt_index=torch.tensor([index for index, _ in rows]),
+                image_index=torch.tensor([image for _, image in rows]),
+            )

@@ -39,7 +39,8 @@ class ShapesScenes(IterableDataset):
 
     def batch(self, index: int) -> ShapesBatch:
         """Batch ``index``: each caption's category is uniform, then its prompt within the category."""
-        generator = torch.Generator().manual_seed((self.seed << 32) + index)
+        # the CPU generator reads 32 bits: seeds start far apart on that circle of batches (2**32 over the golden ratio)
+        generator = torch.Generator().manual_seed((index + self.seed * 0x9E3779B1) % 2**32)
         tags = torch.randint(len(TAGS), (self.batch_size,), generator=generator).tolist()
         rows = [self.prompts[TAGS[tag]] for tag in tags]
         chosen = [row[int(torch.randint(len(row), (), generator=generator))] for row in rows]

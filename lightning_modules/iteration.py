@@ -65,12 +65,13 @@ class Iteration:
 
     def advantages(self, estimator: GroupAdvantage, chunk: Rows | None = None) -> Advantages:
         """Of the chunk's groups, or of all the iteration's."""
-        rows, total = self._rows(), self.total_rewards()
+        rows, total = self._rows(), self._totals()
         known = torch.isin(rows.prompt, (rows if chunk is None else chunk).prompt)
         return estimator(total[known], rows.prompt[known], rows.generation[known])
 
     def total_rewards(self) -> Tensor:
-        total = torch.cat([t for _, _, t in self._scored])
+        """Of all samples scored, NaN = dropped. Errors: ``ValueError`` if none is left; a single group may be lost whole."""
+        total = self._totals()
         if total.isnan().all():
             raise ValueError(
                 f"every sample of iteration {self.batch.iteration} was dropped: no reward gave a finite score"
@@ -119,6 +120,9 @@ class Iteration:
         if self.verified:
             metrics["verify/ratio_deviation"] = max(self.verified.values())
         return metrics | {f"seconds/{phase}": s for phase, s in self.clock.seconds.items()}
+
+    def _totals(self) -> Tensor:
+        return torch.cat([total for _, _, total in self._scored])
 
     def _rows(self) -> Rows:
         return Rows(

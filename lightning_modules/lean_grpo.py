@@ -8,7 +8,9 @@ and logs. Source: LeanGRPO (arXiv 2609.03528).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ from lightning_modules.iteration import Iteration, join_samples
 from lightning_modules.objectives.step_weights import ConstantStepWeights, StepWeights
 from lightning_modules.parallel.gradients import LocalGradients
 from lightning_modules.policies.base import Policy, Reference
+from lightning_modules.policies.fingerprint import frozen_fingerprint
 from lightning_modules.schedules.base import Context, Schedule
-from lightning_modules.state import ResumePoint, check_checkpoint, settle_loops
+from lightning_modules.state import ResumePoint, check_checkpoint, settle_loops, trained_part
 from lightning_modules.types import Conditioning, PromptBatch, Request, Rollout, Rows, Samples, Scores
 
 
@@ -90,6 +93,7 @@ class LeanGRPO(LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.strict_loading = False  # checkpoints hold the trained part alone; check_checkpoint is strict about it
         self.policy, self.schedule, self.transition, self.window, self.advantage = (
             policy,
             schedule,
@@ -121,6 +125,8 @@ class LeanGRPO(LightningModule):
         """Rollouts completed, also across resumes: what schedules of the learning rate, logs and checkpoints count."""
         self.iteration_metrics: dict[str, float] = {}
         """What the last completed iteration logged."""
+        self.evaluation_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered whenever images are drawn for evaluation; a callback puts averaged weights in place here."""
         self._reference: Reference | None = None
         self._resume_point = ResumePoint()
 
@@ -276,7 +282,8 @@ class LeanGRPO(LightningModule):
                 stochastic=none,
             )
             process = ReverseProcess(velocity=self.policy, transition=ODE(), sigmas=self.eval_sigma_grid)
-            return self.policy.decode(denoise(process, request))
+            with self.evaluation_weights():
+                return self.policy.decode(denoise(process, request))
         finally:
             self.policy.train(was_training)
 
@@ -317,6 +324,7 @@ class LeanGRPO(LightningModule):
                 f"trainer.max_epochs={self.trainer.max_epochs}: one epoch is the whole run; set trainer.max_epochs: 1 and "
                 "the length of the run by the datamodule's iterations"
             )
+        _ = self._frozen_weights  # now: the trainer casts the policy to its precision after this hook
         if stage == "fit" and self.beta > 0:
             self._reference = (
                 self.policy.reference()
@@ -324,7 +332,7 @@ class LeanGRPO(LightningModule):
 
     def on_fit_start(self) -> None:
         if self._reference is not None:
-            self._reference.to(self.device)
+            self._reference.like(self.policy)
         self.schedule.bind(
             Context(
                 process=ReverseProcess(velocity=self.policy, transition=self.transition, sigmas=self.sigma_grid),
@@ -347,8 +355,10 @@ class LeanGRPO(LightningModule):
         return batch  # text and ids stay where they are
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = trained_part(checkpoint["state_dict"], self.policy)
         checkpoint["lean_grpo"] = {
             "iteration": self.iteration,
+            "frozen": self._frozen_weights,
             "sigmas": self.sigma_grid.tolist(),
             "reference": None if self._reference is None else self._reference.fingerprint(),
             "rng": self._resume_point.rng(),
@@ -357,7 +367,7 @@ class LeanGRPO(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         path = "the checkpoint" if self._trainer is None else self._trainer.ckpt_path
-        saved = check_checkpoint(checkpoint, self.policy, path)
+        saved = check_checkpoint(checkpoint, self.policy, self._frozen_weights, path)
         self.iteration = saved["iteration"]
         if self._reference is not None and saved["reference"] not in (None, self._reference.fingerprint()):
             raise ValueError(
@@ -365,6 +375,11 @@ class LeanGRPO(LightningModule):
                 "point the policy at the weights that training started from, or set beta: 0"
             )
         self._resume_point.load(saved["rng"])
+
+    @cached_property
+    def _frozen_weights(self) -> str:
+        """Fingerprint of the weights under the trained ones, as configured: before the trainer's precision casts them."""
+        return frozen_fingerprint(self.policy)
 
     def _trainable(self) -> list[torch.nn.Parameter]:
         parameters = [p for p in self.policy.parameters() if p.requires_grad]

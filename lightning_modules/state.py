@@ -1,5 +1,5 @@
-"""What makes a checkpoint exact beyond weights and optimizer: the random states, the trainer's own counters, and a check
-that it is ours.
+"""What a checkpoint holds: of the weights only the trained ones, with the name of the frozen ones they belong to; the
+optimizer; and what makes a resume exact: the random states and the trainer's own counters. And a check that it is ours.
 
 Whenever a checkpoint is taken, also in the middle of an iteration that failed, it is that of the last completed one.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def rng_state() -> dict[str, Any]:
@@ -91,17 +91,32 @@ def settle_loops(loops: dict[str, Any], iteration: int) -> None:
     fit["epoch_loop.state_dict"]["_batches_that_stepped"] = iteration
 
 
-def check_checkpoint(checkpoint: dict[str, Any], policy: nn.Module, path: object) -> dict[str, Any]:
-    """The run's own part of a checkpoint read from ``path``. Errors: ``ValueError`` if it was written by something else,
-    or for another policy."""
+def trained_part(state: dict[str, Tensor], policy: nn.Module) -> dict[str, Tensor]:
+    """Of a LightningModule's state dict what training changes: the policy's parameters that require gradients."""
+    names = [f"policy.{name}" for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    return {name: state[name] for name in names}
+
+
+def check_checkpoint(checkpoint: dict[str, Any], policy: nn.Module, frozen: str, path: object) -> dict[str, Any]:
+    """The run's own part of a checkpoint read from ``path``. ``frozen``: fingerprint of the policy's frozen weights.
+
+    Errors: ``ValueError`` if the file was written by something else, or for another policy: other trained tensors, or
+    other frozen weights under them.
+    """
     if "lean_grpo" not in checkpoint:
         raise ValueError(f"{path} was not written by LeanGRPO: give a checkpoint from a run's checkpoints/ folder")
-    mine = {f"policy.{name}": tuple(tensor.shape) for name, tensor in policy.state_dict().items()}
+    state = {f"policy.{name}": tensor for name, tensor in policy.state_dict().items()}
+    mine = {name: tuple(tensor.shape) for name, tensor in trained_part(state, policy).items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
     if mine != theirs:
         differing = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
         raise ValueError(
             f"{path} holds another policy: {len(differing)} tensors differ, first {differing[0]} "
             f"(checkpoint {theirs.get(differing[0])}, config {mine.get(differing[0])}); use the run's own config.yaml"
+        )
+    if checkpoint["lean_grpo"]["frozen"] != frozen:
+        raise ValueError(
+            f"{path} was trained on other frozen weights than the config's policy has (another base model, revision or "
+            "dtype), so what was trained does not fit them; use the run's own config.yaml"
         )
     return checkpoint["lean_grpo"]

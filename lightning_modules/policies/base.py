@@ -8,13 +8,13 @@ the velocity is ``v = eps - x_0``, hence ``x_0 = x_sigma - sigma v``.
 from __future__ import annotations
 
 import copy
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lightning_modules.policies.fingerprint import fingerprint
 from lightning_modules.types import Conditioning
 
 
@@ -65,22 +65,25 @@ class Reference:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = copy.deepcopy(policy).requires_grad_(False).eval()
+        self._fingerprint = fingerprint(self._policy.state_dict())
 
     @torch.no_grad()
     def __call__(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         return self._policy(latents, sigma, conditioning)
 
     def fingerprint(self) -> str:
-        """Hash of the frozen weights, to recognise the same anchor after a resume."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in sorted(self._policy.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
-        return digest.hexdigest()
+        """Short name of the frozen weights, to recognise the same anchor after a resume."""
+        return self._fingerprint
 
-    def to(self, device: torch.device | str) -> Reference:
-        self._policy.to(device)
+    def like(self, policy: Policy) -> Reference:
+        """Move to the device and cast to the dtype that the policy's tensors have by now (the trainer's precision)."""
+        for mine, theirs in zip(_tensors(self._policy), _tensors(policy), strict=True):
+            mine.data = mine.data.to(theirs)
         return self
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 class FrozenParts:
@@ -96,6 +99,10 @@ class FrozenParts:
             return self.__dict__["_modules_by_name"][name]
         except KeyError:
             raise AttributeError(name) from None
+
+    def __deepcopy__(self, memo: dict) -> FrozenParts:
+        """A copied policy shares its frozen parts: nothing trains them, and they may be larger than what is trained."""
+        return self
 
     def to(self, device: torch.device | str) -> FrozenParts:
         for module in self._modules_by_name.values():

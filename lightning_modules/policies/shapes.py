@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from lightning_modules.policies.base import FrozenParts, Policy
 from lightning_modules.types import Conditioning
 
-VOCABULARY = tuple(
-    "a an and of photo picture image drawing sketch two three four left right above below "
-    "circle circles square squares triangle triangles cross crosses ring rings "
-    "red green blue yellow purple black".split()
-)
+_WORDS = """
+    a an and of photo picture image drawing sketch two three four left right above below
+    circle circles square squares triangle triangles cross crosses ring rings
+    red green blue yellow purple black
+"""
+VOCABULARY = tuple(_WORDS.split())
 """The words a prompt may use."""
+_TOKENS = {word: token for token, word in enumerate(VOCABULARY, start=1)}  # 0 pads
 MAX_WORDS = 12
 """Words of the longest prompt; every prompt is padded to this length."""
 IMAGE_SIZE = 32
@@ -66,11 +68,11 @@ def tokenize(prompts: Sequence[str]) -> Tensor:
         if not 1 <= len(words) <= MAX_WORDS:
             raise ValueError(f"prompt {prompt!r} has {len(words)} words: the shapes policy reads 1 to {MAX_WORDS}")
         for column, word in enumerate(words):
-            if word not in VOCABULARY:
+            if word not in _TOKENS:
                 raise ValueError(
                     f"unknown word {word!r} in prompt {prompt!r}: the shapes policy knows only {', '.join(VOCABULARY)}"
                 )
-            tokens[row, column] = 1 + VOCABULARY.index(word)
+            tokens[row, column] = _TOKENS[word]
     return tokens
 
 
@@ -132,8 +134,9 @@ class ShapesPolicy(Policy):
 
     def embed(self, prompts: Sequence[str]) -> Conditioning:
         """:meth:`encode` with gradients into the text embedding, for pretraining."""
-        tokens = tokenize(prompts).to(self.frozen.text.positions.device)
-        return Conditioning(tensors=self.frozen.text(tokens)).to(self.device)
+        text = self.frozen.text
+        tokens = tokenize(prompts).to(next(text.parameters()).device)
+        return Conditioning(tensors=text(tokens)).to(self.device)
 
     def forward(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype = self.transformer.dtype
@@ -176,7 +179,9 @@ class ShapesPolicy(Policy):
     def _load_weights(self, path: str) -> None:
         header, tensors = _read(path)
         if json.loads(header["architecture"]) != self.architecture:
-            raise ValueError(f"weights {path} have architecture {header['architecture']}, asked for {self.architecture}")
+            raise ValueError(
+                f"weights {path} have architecture {header['architecture']}, asked for {self.architecture}"
+            )
         if header["vocabulary"] != " ".join(VOCABULARY):
             raise ValueError(f"weights {path} were made for another vocabulary: {header['vocabulary']}")
         mine = self._weights()
@@ -202,7 +207,9 @@ def _read(path: str) -> tuple[dict[str, str], dict[str, Tensor]]:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
-        raise ValueError(f"weights {path} are no readable safetensors file ({error}): fetch or make it again") from error
+        raise ValueError(
+            f"weights {path} are no readable safetensors file ({error}): fetch or make it again"
+        ) from error
     if header.get("format") != _FORMAT:
         raise ValueError(f"weights {path} have format {header.get('format')!r}, expected {_FORMAT!r}")
     return header, tensors

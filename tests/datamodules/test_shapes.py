@@ -4,6 +4,7 @@ from itertools import islice
 
 import pytest
 import torch
+
 from datamodules.shapes import ShapesData, ShapesScenes
 from datamodules.shapes_world import enumerate_prompts, split_prompts
 

@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
-from datamodules import shapes_world as world
 from scipy import ndimage
+
+from datamodules import shapes_world as world
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -31,10 +32,10 @@ def centre(box: tuple[slice, slice]) -> tuple[float, float]:
     return (columns.start + columns.stop) / 2, (rows.start + rows.stop) / 2
 
 
-def one_prompt_of_each_kind() -> list[dict]:
-    """Every counting and position scene, and a few of the others, once each."""
+def some_prompts() -> list[dict]:
+    """All shapes, counts, relations and colours, without all their combinations."""
     rows = [row for row in world.enumerate_prompts() if " photo of " in row["prompt"]]
-    return [row for i, row in enumerate(rows) if row["tag"] in ("counting", "position") or i % 9 == 0]
+    return [row for i, row in enumerate(rows) if row["tag"] == "counting" or i % 23 == 0]
 
 
 def test_prompts_follow_genevals_format():
@@ -86,12 +87,12 @@ def test_prompt_files_are_what_the_code_makes(tmp_path):
         assert [json.loads(line) for line in packaged.read_text().splitlines()] == rows
 
 
-@pytest.mark.parametrize("metadata", one_prompt_of_each_kind(), ids=lambda row: row["prompt"])
+@pytest.mark.parametrize("metadata", some_prompts(), ids=lambda row: row["prompt"])
 def test_scenes_hold_exactly_what_the_prompt_says(metadata):
-    for seed in range(3):
+    for seed in range(2):
         image = world.render(metadata, generator(seed))
         assert image.shape == (3, 32, 32) and image.dtype == torch.float32
-        assert 0 <= image.min() and image.max() <= 1
+        assert image.min() >= 0 and image.max() <= 1
         found = components(image)
         assert len(found) == sum(entry["count"] for entry in metadata["include"])
         named = Counter(entry["color"] for entry in metadata["include"] if "color" in entry)

@@ -63,6 +63,17 @@ def test_learning_rate_zero_changes_nothing(name, precision, tmp_path):
         assert metrics[-1]["clipped_share"] == 0.0
 
 
+def test_mixed_precision_reaches_every_weight_after_steps_without_gradient(tmp_path):
+    """Autocast caches casts of the weights: those made for the free steps must not cut the trained step's graph."""
+    norms = {}
+    for name, schedule in SCHEDULES.items():
+        model = module(schedule(), window=FixedWindow(2, 1), optimizer=torch.optim.SGD)
+        before = copy.deepcopy(model.policy.state_dict())
+        norms[name] = fit(model, 1, root=tmp_path, precision="bf16-mixed")[0]["grad_norm"]
+        assert not any(torch.equal(before[k], v) for k, v in model.policy.state_dict().items())
+    torch.testing.assert_close(torch.tensor(list(norms.values())), torch.full((4,), norms["native"]), rtol=0.05, atol=0)
+
+
 def test_verification_is_quiet_on_policy_and_loud_about_a_shifted_grid(tmp_path):
     class OffByOne(Retain):
         def rollout(self, request):

@@ -1,0 +1,82 @@
+"""The progress bar: iterations, seconds each, reward and gradient norm; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+
+from lightning_modules.lean_grpo import LeanGRPO
+from lightning_modules.types import PromptBatch
+
+
+class IterationProgress(TQDMProgressBar):
+    """A bar on a terminal; elsewhere (a file, a notebook, CI) a line of text now and then instead of control characters.
+
+    Args:
+        seconds_between_lines: least time between two lines without a terminal. The first and the last iteration always
+            have one.
+    """
+
+    BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+
+    def __init__(self, seconds_between_lines: float = 10.0) -> None:
+        super().__init__()
+        if not seconds_between_lines >= 0:
+            raise ValueError(f"seconds_between_lines={seconds_between_lines}: give a time of at least 0 seconds")
+        self.seconds_between_lines = seconds_between_lines
+        self._first, self._start, self._last_line = 0, 0.0, 0.0
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether bars are drawn. (Lightning switches a bar off on other ranks than the first.)"""
+        return super().is_enabled and _on_terminal()
+
+    def init_train_tqdm(self) -> Tqdm:
+        bar = super().init_train_tqdm()
+        bar.unit = "iteration"
+        return bar
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Count from where a resumed run begins, so that the seconds per iteration are this session's."""
+        super().on_train_epoch_start(trainer)
+        self._first = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self.train_progress_bar.n = self.train_progress_bar.initial = self._first
+        self.train_progress_bar.set_description("Training")
+        self._start, self._last_line = time.perf_counter(), -float("inf")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LeanGRPO, outputs: Any, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._enabled and not _on_terminal():
+            self._line(trainer, pl_module, batch_idx + 1)
+
+    def get_metrics(self, trainer: Trainer, pl_module: LeanGRPO) -> dict[str, Any]:
+        """What the module logs for the bar, as short text; no version number."""
+        metrics = super().get_metrics(trainer, pl_module)
+        return {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in metrics.items() if k != "v_num"}
+
+    def _line(self, trainer: Trainer, pl_module: LeanGRPO, done: int) -> None:
+        now, total = time.perf_counter(), self.total_train_batches
+        if done not in (self._first + 1, total) and now - self._last_line < self.seconds_between_lines:
+            return
+        self._last_line = now
+        each = (now - self._start) / (done - self._first)
+        values = "".join(f"  {name} {value}" for name, value in self.get_metrics(trainer, pl_module).items())
+        left = _clock(each * (total - done)) if total < float("inf") else "?"
+        print(f"iteration {done}/{total}{values}  {each:.2f} s/iteration  {left} left", flush=True)
+
+
+def _on_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,117 @@
+"""The command line: ``python train.py {fit,validate,test,predict} --config FILE [--key value ...]``.
+
+Values on the command line beat those of files wherever they stand; of several files the later beats the earlier. What a
+run writes lies in a folder of its own, ``<trainer.default_root_dir>/version_<n>``, together with the resolved config.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from callbacks.checkpoint_io import AtomicCheckpointIO, check_is_file
+
+WHOLE_RUN = "set trainer.max_epochs: 1 and the number of rollouts by data.init_args.iterations"
+REFUSED = {
+    "gradient_clip_val": (None, "the module clips its own gradient: set model.init_args.max_grad_norm"),
+    "accumulate_grad_batches": (1, "an iteration is one update: set data.init_args.prompts_per_step and "
+                                   "model.init_args.generations_per_prompt"),
+    "max_steps": (-1, f"it would count optimizer steps: {WHOLE_RUN}"),
+}  # fmt: skip
+"""Trainer argument -> (its neutral value, what to set instead) where the module steps its own optimizer."""
+
+
+class TrainingCLI(LightningCLI):
+    """Lightning's command line with files before flags, one folder a run, and checkpoints that are whole or absent."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        assert not isinstance(args, dict)
+        self.config = parser.parse_args(files_first(sys.argv[1:] if args is None else list(args)))
+
+    def _parse_ckpt_path(self) -> None:
+        """Only look whether the file is there: checkpoints hold no hyperparameters that could override the config."""
+        path = self.config[self.config.subcommand].ckpt_path
+        if path is not None:
+            check_is_file(path)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        if not self.model.automatic_optimization:
+            for name, (neutral, remedy) in REFUSED.items():
+                if config[name] not in (None, neutral):
+                    raise ValueError(f"trainer.{name}={config[name]}: {remedy}")
+        folder = new_run_folder(Path(config["default_root_dir"]))
+        print(f"run folder: {folder}", flush=True)
+        return super()._instantiate_trainer(into(folder, config), callbacks)
+
+
+def into(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The Trainer's arguments with ``folder`` for all it writes: loggers where the user names none, safe checkpoints."""
+    loggers = config["logger"]
+    if loggers in (None, True):
+        loggers = [
+            CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1),
+            TensorBoardLogger(folder, name="", version="", default_hp_metric=False, flush_secs=10),
+        ]
+    plugins = config["plugins"] or []
+    plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+        plugins.append(AtomicCheckpointIO())
+    return config | {"default_root_dir": str(folder), "logger": loggers, "plugins": plugins}
+
+
+def new_run_folder(root: Path) -> Path:
+    """Make ``root/version_<n>`` with the first n that no run has taken; safe against runs that start together."""
+    root.mkdir(parents=True, exist_ok=True)
+    taken = [int(match[1]) for path in root.iterdir() if (match := re.fullmatch(r"version_(\d+)", path.name))]
+    for n in itertools.count(max(taken, default=-1) + 1):
+        folder = root / f"version_{n}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("unreachable")
+
+
+def files_first(args: Sequence[str]) -> list[str]:
+    """Move ``--config`` and the files or classes of whole groups (``--model``, ``--data``, ``--trainer``) in front of the
+    options that set single values, so that the order typed does not decide which wins."""
+    options: list[list[str]] = [[]]
+    for arg in args:
+        if re.match(r"--?[A-Za-z]", arg):
+            options.append([])
+        options[-1].append(arg)
+    command, *rest = options
+    return [*command, *itertools.chain.from_iterable(sorted(rest, key=_rank))]
+
+
+def _rank(option: list[str]) -> int:
+    name = option[0].partition("=")[0]
+    return 0 if re.fullmatch(r"-c.*|--config", name) else 1 if name in ("--model", "--data", "--trainer") else 2
+
+
+def main(args: Sequence[str] | None = None) -> LightningCLI:
+    """Run a command line (``sys.argv`` by default); returns the finished CLI with its trainer, model and datamodule."""
+    return TrainingCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,
+        seed_everything_default=0,
+        trainer_defaults={"default_root_dir": "runs", "max_epochs": 1, "log_every_n_steps": 1},
+        args=args,  # pyright: ignore[reportArgumentType]
+    )
+
+
+if __name__ == "__main__":
+    main()

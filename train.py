@@ -33,9 +33,12 @@ REFUSED = {
 class TrainingCLI(LightningCLI):
     """Lightning's command line with files before flags, one folder a run, and checkpoints that are whole or absent."""
 
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        return super().init_parser(allow_abbrev=False, **kwargs)  # an abbreviation is an unknown option, not a guess
+
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        assert not isinstance(args, dict)
-        self.config = parser.parse_args(files_first(sys.argv[1:] if args is None else list(args)))
+        assert args is None or isinstance(args, list)
+        self.config = parser.parse_args(files_first(sys.argv[1:] if args is None else args))
 
     def _parse_ckpt_path(self) -> None:
         """Only look whether the file is there: checkpoints hold no hyperparameters that could override the config."""
@@ -107,9 +110,10 @@ def main(args: Sequence[str] | None = None) -> LightningCLI:
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,  # checkpoints hold no hyperparameters: the config alone makes the objects
         seed_everything_default=0,
         trainer_defaults={"default_root_dir": "runs", "max_epochs": 1, "log_every_n_steps": 1},
-        args=args,  # pyright: ignore[reportArgumentType]
+        args=None if args is None else list(args),
     )
 
 

@@ -68,7 +68,10 @@ class IterationCheckpoint(Checkpoint):
         if newest is None:
             print(f"\n{cause}: broken off before a checkpoint was written; there is nothing to resume", flush=True)
         else:
-            print(f"\n{cause}: broken off after iteration {self._on_disk}. Resume with\n  {_command(trainer, newest)}", flush=True)
+            print(
+                f"\n{cause}: broken off after iteration {self._on_disk}. Resume with\n  {_command(trainer, newest)}",
+                flush=True,
+            )
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         iteration = _iteration(pl_module)

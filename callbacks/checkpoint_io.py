@@ -32,11 +32,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
         except Exception as error:
-            error.add_note(f"checkpoint {path} was not written; an earlier file of that name is untouched. Is the disk full?")
+            error.add_note(
+                f"checkpoint {path} was not written; an earlier file of that name is untouched. Is the disk full?"
+            )
             raise
         _sync_folder(path.parent)
 
-    def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Read a checkpoint; by default nothing but tensors and plain values, so that a file cannot run code.
 
         Errors: ``ValueError`` naming the path and the remedy for a missing, truncated or foreign file.
@@ -61,7 +65,9 @@ def check_is_file(path: str | Path) -> None:
     if path.is_file():
         return
     near = sorted(str(file) for file in path.parent.glob("*.ckpt"))
-    raise ValueError(f"there is no checkpoint {path}; " + (f"beside it: {', '.join(near)}" if near else "check the path"))
+    raise ValueError(
+        f"there is no checkpoint {path}; " + (f"beside it: {', '.join(near)}" if near else "check the path")
+    )
 
 
 def _remove_half_written(path: Path) -> None:

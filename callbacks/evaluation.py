@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from callbacks.estimates import Evaluation, Tally
 from callbacks.held_out import draw_samples, held_out_batches, undisturbed, validation_batches
+from callbacks.progress import say
 from callbacks.scoring import check_rewards, score
 from datamodules.eval_batch import EvalBatch
 from lightning_modules.lean_grpo import LeanGRPO
@@ -80,12 +81,15 @@ class HeldOutEvaluation(Callback):
 
     def _evaluate(self, trainer: Trainer, pl_module: LeanGRPO, batches: Iterable[EvalBatch], name: str) -> Evaluation:
         start, tally = time.perf_counter(), Tally()
+        say(f"evaluating {name} prompts at iteration {pl_module.iteration} ...")
         with undisturbed(pl_module):
             for samples in draw_samples(trainer, pl_module, batches):
                 self._score(tally, samples, f"the held-out evaluation at iteration {pl_module.iteration}")
         evaluation = tally.evaluation(pl_module.iteration)
         _log(trainer, evaluation, name)
         self.seconds += time.perf_counter() - start
+        result = evaluation.estimate(self.main)
+        say(f"{name} {self.main} {result.mean:.3f} +- {result.stderr:.3f} ({len(tally)} prompts)")
         return evaluation
 
     def _score(self, tally: Tally, samples: Samples, when: str) -> None:

@@ -14,6 +14,12 @@ from lightning_modules.lean_grpo import LeanGRPO
 from lightning_modules.types import PromptBatch
 
 
+def say(text: str) -> None:
+    """Print a line, above the bar if one is on the screen."""
+    Tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
+
+
 class IterationProgress(TQDMProgressBar):
     """A bar on a terminal; elsewhere (a file, a notebook, CI) a line of text now and then instead of control characters.
 

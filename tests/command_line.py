@@ -18,7 +18,10 @@ def schedule(name, **init_args):
     return {"class_path": f"lightning_modules.schedules.{name.lower()}.{name}", "init_args": init_args}
 
 
-def config(root: Path, *, iterations=4, schedule=schedule("Retain"), callbacks=(), model=None, data=None) -> dict:
+RETAIN = schedule("Retain")
+
+
+def config(root: Path, *, iterations=4, schedule=RETAIN, callbacks=(), model=None, data=None) -> dict:
     """The config as a dict; ``model`` and ``data`` are init_args on top."""
     flow = "lightning_modules.flow"
     return {
@@ -90,7 +93,10 @@ def rows(run: Path) -> dict[int, dict[str, str]]:
     """iteration -> its line of metrics.csv, without what the clock decides."""
     with open(run / "metrics.csv", newline="") as file:
         lines = [line for line in csv.DictReader(file) if line.get("iteration")]
-    return {int(float(line["iteration"])): {k: v for k, v in line.items() if "seconds" not in k and "memory" not in k} for line in lines}
+    return {
+        int(float(line["iteration"])): {k: v for k, v in line.items() if "seconds" not in k and "memory" not in k}
+        for line in lines
+    }
 
 
 def load(path: Path) -> dict:

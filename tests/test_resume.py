@@ -44,7 +44,7 @@ class NoisyScorer(Callback):
         self.seen, self.fail_at = [], fail_at
 
     def on_rollout_end(self, trainer, pl_module, samples, scores):
-        chance = 0.01 * (torch.rand(len(samples)).double() + random.random() + np.random.rand())  # noqa: NPY002
+        chance = 0.01 * (torch.rand(len(samples)).double() + random.random() + np.random.rand())
         values = smooth_reward(samples.images) + chance
         if pl_module.iteration == self.fail_at and samples.rows.prompt.max() == 2:
             raise RuntimeError("the reward failed")
@@ -222,7 +222,7 @@ def processes(tmp_path_factory, repository):
         process.communicate()
 
 
-def wait_for(run: Path, process, iterations: int, seconds: float = 100.0) -> None:
+def wait_for(run: Path, process, iterations: int, seconds: float = 200.0) -> None:
     """Until ``iterations`` are logged and a periodic checkpoint is written."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -233,6 +233,7 @@ def wait_for(run: Path, process, iterations: int, seconds: float = 100.0) -> Non
     raise TimeoutError(f"{run}: no {iterations} iterations within {seconds} s")
 
 
+@pytest.mark.timeout(300)  # seconds on a quiet machine, most of them imports
 def test_control_c_leaves_a_checkpoint_that_its_own_command_resumes(processes):
     process, root = processes[0]
     run = root / "runs" / "version_0"
@@ -249,6 +250,7 @@ def test_control_c_leaves_a_checkpoint_that_its_own_command_resumes(processes):
     assert list(rows(run_of(cli))) == [iteration + 1, iteration + 2]
 
 
+@pytest.mark.timeout(300)
 def test_a_kill_leaves_the_last_periodic_checkpoint(processes):
     process, root = processes[1]
     run = root / "runs" / "version_0"

@@ -4,6 +4,10 @@ The backbone is diffusers' ``SD3Transformer2DModel`` (MMDiT: Esser et al. 2024, 
 High-Resolution Image Synthesis") and works in pixel space: a latent is ``2 * image - 1``. Its text conditioning comes
 from a table of words, learned in pretraining and frozen in RL. Timesteps behind the door are ``1000 * sigma``.
 
+The network predicts the clean image: ``v = (x - x_0(x)) / max(sigma, 0.05)``. A patch of pixels has more dimensions than
+the network is wide; the noise fills all of them, the images do not (Li and He 2025, "Back to Basics: Let Denoising
+Generative Models Denoise").
+
 Notation: N rows, L words of a prompt after padding, D width.
 """
 
@@ -35,9 +39,11 @@ MAX_WORDS = 12
 """Words of the longest prompt; every prompt is padded to this length."""
 IMAGE_SIZE = 32
 """Height and width, pixels."""
+MIN_SIGMA = 0.05
+"""Least noise level that the difference to the clean image is divided by."""
 PACKAGED_WEIGHTS = str(Path(__file__).with_name("shapes_base.safetensors"))
 """The pretrained weights that come with the package."""
-_FORMAT = "lean-grpo-shapes-1"
+_FORMAT = "lean-grpo-shapes-2"
 
 
 class WordEmbedding(nn.Module):
@@ -97,7 +103,7 @@ class ShapesPolicy(Policy):
         num_layers: int = 4,
         width: int = 128,
         num_heads: int = 4,
-        patch_size: int = 4,
+        patch_size: int = 8,
     ) -> None:
         super().__init__()
         if width % num_heads:
@@ -140,14 +146,15 @@ class ShapesPolicy(Policy):
 
     def forward(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype = self.transformer.dtype
-        velocity = self.transformer(
+        clean = self.transformer(
             hidden_states=latents.to(dtype),
             timestep=1000.0 * sigma.to(dtype),
             encoder_hidden_states=conditioning.tensors["text"].to(dtype),
             pooled_projections=conditioning.tensors["pooled"].to(dtype),
             return_dict=False,
         )[0]
-        return velocity.to(latents.dtype)
+        divisor = sigma.clamp(min=MIN_SIGMA).view(-1, 1, 1, 1)
+        return ((latents - clean.to(latents.dtype)) / divisor).to(latents.dtype)
 
     def decode(self, latents: Tensor) -> Tensor:
         return ((latents.float() + 1) / 2).clamp(0, 1)

@@ -28,9 +28,9 @@ def iteration_of(path):
 class Failing(Scorer):
     """Raises on the second chunk of groups of iteration ``at`` (0-based), when the first is scored already."""
 
-    def __init__(self, at, error=RuntimeError("the reward failed")):
+    def __init__(self, at, error=None):
         super().__init__()
-        self.at, self.error = at, error
+        self.at, self.error = at, error or RuntimeError("the reward failed")
 
     def on_rollout_end(self, trainer, pl_module, samples, scores):
         if pl_module.iteration == self.at and samples.rows.prompt.min() > 0:
@@ -152,7 +152,9 @@ def test_a_failing_save_does_not_hide_why_the_run_ended(tmp_path, capsys, monkey
     class BreakSaving(Callback):
         def on_train_batch_end(self, trainer, *_):
             if trainer.lightning_module.iteration == 3:
-                monkeypatch.setattr(trainer, "save_checkpoint", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+                monkeypatch.setattr(
+                    trainer, "save_checkpoint", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full"))
+                )
 
     with pytest.raises(RuntimeError, match="the reward failed"):
         fit(module(), 5, root=tmp_path, scorer=Failing(3), enable_checkpointing=True,

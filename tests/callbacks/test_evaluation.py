@@ -32,7 +32,7 @@ def logged(tmp_path, name):
         return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
 
 
-def test_fit_measures_before_and_after(make_trainer, make_data, tmp_path):
+def test_fit_measures_before_and_after(make_trainer, make_data, tmp_path, capsys):
     evaluation = HeldOutEvaluation({"mean": MeanPixel()}, "mean")
     module = make_module()
     data = make_data()
@@ -49,6 +49,9 @@ def test_fit_measures_before_and_after(make_trainer, make_data, tmp_path):
         2: pytest.approx(expected_after.item()),
     }
     assert set(logged(tmp_path, "held_out/mean/counting")) == {0, 2}
+    printed = capsys.readouterr().out
+    assert "evaluating held_out prompts at iteration 0 ..." in printed
+    assert f"held_out mean {expected_after:.3f} +- " in printed
 
 
 def test_the_validation_set_is_measured_every_so_often(make_trainer, make_data, tmp_path):

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -32,6 +33,9 @@ from lightning_modules.policies.fingerprint import frozen_fingerprint
 from lightning_modules.schedules.base import Context, Schedule
 from lightning_modules.state import ResumePoint, check_checkpoint, settle_loops, trained_part
 from lightning_modules.types import Conditioning, PromptBatch, Request, Rollout, Rows, Samples, Scores
+
+if TYPE_CHECKING:
+    from lightning_modules.plan.plan import Plan
 
 
 class LeanGRPO(LightningModule):
@@ -286,6 +290,51 @@ class LeanGRPO(LightningModule):
                 return self.policy.decode(denoise(process, request))
         finally:
             self.policy.train(was_training)
+
+    def export(self, folder: Path) -> Path:
+        """Write what was trained, with the weights that evaluation uses, to a new folder which diffusers opens."""
+        from lightning_modules.export.policy import export_policy  # peft and diffusers' loaders take seconds to import
+
+        with self.evaluation_weights():
+            return export_policy(self.policy, folder)
+
+    def how_to_open(self, folder: Path) -> str:
+        """The line of Python that opens an export."""
+        from lightning_modules.export.policy import how_to_open
+
+        return how_to_open(self.policy, folder)
+
+    def plan(
+        self,
+        prompts: Sequence[str],
+        *,
+        ranks: int = 1,
+        device: torch.device | str | None = None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Plan:
+        """Sizes, memory and policy forwards of an iteration on these prompts, shared by ``ranks`` processes. Only the
+        first prompt is looked at (encoded), and nothing is computed with the policy. ``device``: whose kernels are
+        assumed, by default its own; ``autocast`` makes the context that training runs in."""
+        from lightning_modules.plan.plan import plan  # fake tensors take seconds to import
+
+        return plan(
+            policy=self.policy,
+            schedule=self.schedule,
+            process=ReverseProcess(velocity=self.policy, transition=self.transition, sigmas=self.sigma_grid),
+            window=self.window,
+            advantage=self.advantage,
+            optimizer=self.optimizer,
+            conditioning=self._encode(prompts[:1]),
+            prompts=len(prompts),
+            generations=self.generations_per_prompt,
+            groups_in_flight=self.groups_in_flight,
+            micro_batch=self.micro_batch,
+            beta=self.beta,
+            seed=self.seed,
+            ranks=ranks,
+            device=device,
+            autocast=autocast,
+        )
 
     def _encode(self, prompts: Sequence[str]) -> Conditioning:
         unique = list(dict.fromkeys(prompts))

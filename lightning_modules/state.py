@@ -21,7 +21,7 @@ def rng_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     return {
         "python": (version, list(internal), gauss),
-        "numpy": (name, keys.tolist(), position, has_gauss, cached),
+        "numpy": (name, np.asarray(keys).tolist(), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }

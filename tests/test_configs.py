@@ -1,7 +1,8 @@
 """Every config of the repository parses, and names every argument of this project's classes.
 
-A class switched on the command line keeps arguments of the same name from the file it was written in; where a file names
-all of them, a reader sees which those are, and no default can hide.
+Runs stand in ``configs/`` itself and in ``configs/experiment`` (see ``tests/configs``); the other folders hold the parts that
+experiments are composed of. A class switched on the command line keeps arguments of the same name from the file it was
+written in; where a file names all of them, a reader sees which those are, and no default can hide.
 """
 
 import importlib
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonargparse import ArgumentParser
 
 from train import main
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 OURS = ("lightning_modules", "datamodules", "rewards", "callbacks")
 
 
@@ -35,16 +38,30 @@ def instances(node, where=""):
             yield from instances(child, f"{where}[{index}]")
 
 
+def arguments(class_path):
+    """What a class, or a class method that makes one (``SD3Policy.from_pretrained``), takes; options that it hands on to
+    its base class included."""
+    path, _, name = class_path.rpartition(".")
+    try:
+        made, method = getattr(importlib.import_module(path), name), None
+    except ModuleNotFoundError:
+        module, _, kind = path.rpartition(".")
+        made, method = getattr(importlib.import_module(module), kind), name
+    parameters = inspect.signature(getattr(made, method) if method else made).parameters.values()
+    if method is None and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
+    parser = ArgumentParser()
+    return set(parser.add_method_arguments(made, method) if method else parser.add_class_arguments(made))
+
+
 def complaints(config):
     """What a config leaves unnamed of this project's classes, and what it gives that a class does not take."""
     found = []
     for where, class_path, given in instances(config):
-        module, _, name = class_path.rpartition(".")
-        parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
-        named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        named = arguments(class_path)
         if unknown := given.keys() - named:
             found.append(f"{where}: {class_path} takes no {sorted(unknown)}")
-        if module.split(".")[0] in OURS and (missing := named - given.keys()):
+        if class_path.split(".")[0] in OURS and (missing := named - given.keys()):
             found.append(f"{where}: {class_path} has {sorted(missing)} unnamed")
     return found
 
@@ -53,7 +70,7 @@ def test_there_are_configs():
     assert ROOT / "configs" / "quickstart.yaml" in CONFIGS
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=ids)
+@pytest.mark.parametrize("path", FILES, ids=ids)
 def test_every_argument_is_named(path):
     assert complaints(yaml.safe_load(path.read_text())) == []
 
@@ -69,7 +86,7 @@ def test_it_parses(path, capsys, monkeypatch):
     assert resolved["model"]["class_path"] == written["model"]["class_path"]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=ids)
+@pytest.mark.parametrize("path", FILES, ids=ids)
 def test_the_files_it_reads_are_in_the_repository(path):
     """Prompt files and weights are named relative to the repository."""
     for where, _, given in instances(yaml.safe_load(path.read_text())):

@@ -16,8 +16,10 @@ CORE = {f"lightning_modules.{room}" for room in ("objectives", "policies", "flow
 PURE = {TYPES, "lightning_modules.advantages", "lightning_modules.state", "lightning_modules.telemetry"}
 SCHEDULES = "lightning_modules.schedules"
 ITERATION = "lightning_modules.iteration"
+PLAN = "lightning_modules.plan"
+EXPORT = "lightning_modules.export"
 SHELLS = {"lightning_modules.lean_grpo", "lightning_modules.flow_matching"}
-BELOW_SHELLS = {ITERATION, SCHEDULES, *CORE, *PURE, "datamodules"}
+BELOW_SHELLS = {EXPORT, ITERATION, PLAN, SCHEDULES, *CORE, *PURE, "datamodules"}
 EVERYTHING = {*SHELLS, *BELOW_SHELLS, "rewards", "callbacks"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -26,6 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "callbacks": {TYPES, "rewards", "datamodules", *SHELLS},
     **dict.fromkeys(SHELLS, BELOW_SHELLS),
     ITERATION: {SCHEDULES, *CORE, *PURE},
+    PLAN: {SCHEDULES, *CORE, *PURE},
+    EXPORT: {*CORE, *PURE},
     SCHEDULES: {*CORE, *PURE},
     **dict.fromkeys(CORE, {*CORE, TYPES}),
     **dict.fromkeys(PURE, {TYPES}),

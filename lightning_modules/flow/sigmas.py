@@ -7,6 +7,14 @@ Notation: ``T`` steps need ``T + 1`` noise levels ``1 >= sigma_0 > sigma_1 > ...
 
 Source: Esser et al. 2024 (Stable Diffusion 3, arXiv 2403.03206), resolution-dependent shifting. FLUX writes
 ``k = exp(mu)``.
+
+Which grid a released model is sampled on, as diffusers 0.42 sets it:
+
+    SD3, SD3.5    EulerSigmas(3)              FLUX.1-dev         DynamicShiftSigmas()
+    Wan, 480p     UniPCSigmas(3)              Wan, 720p          UniPCSigmas(5)
+    Wan under the flow-match Euler scheduler: EulerSigmas with the same shifts; DanceGRPO, all families: LinearSigmas(3)
+
+Policies are conditioned on ``1000 sigma`` as it is, never on a truncated timestep.
 """
 
 from __future__ import annotations
@@ -16,6 +24,9 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+
+TRAINING_LEVELS = 1000
+"""Noise levels of the schedulers that the models were released with."""
 
 
 class Sigmas(ABC):
@@ -41,12 +52,10 @@ class Sigmas(ABC):
 
 
 class LinearSigmas(Sigmas):
-    """``shift(linspace(1, 0, T + 1))`` with a constant shift (1 = evenly spaced; SD3 and Wan use 3 or more)."""
+    """``shift(linspace(1, 0, T + 1))`` with a constant shift (1 = evenly spaced). DanceGRPO's grid, with shift 3."""
 
     def __init__(self, shift: float = 1.0) -> None:
-        if not (math.isfinite(shift) and shift > 0):
-            raise ValueError(f"shift = {shift}: must be positive and finite (1 leaves the grid evenly spaced)")
-        self.shift = shift
+        self.shift = _checked_shift(shift)
 
     def grid(self, num_steps: int, num_tokens: int | None) -> Tensor:
         return _shifted_linear(num_steps, self.shift)
@@ -79,6 +88,44 @@ class DynamicShiftSigmas(Sigmas):
         """Logarithm of the shift at ``num_tokens`` image tokens."""
         slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
         return self.base_shift + slope * (num_tokens - self.base_tokens)
+
+
+class EulerSigmas(Sigmas):
+    """SD3's grid, that of diffusers' flow-match Euler scheduler without dynamic shift.
+
+    The scheduler shifts its table of 1,000 training levels, whose smallest becomes ``shift(1 / 1000)``, spaces T levels
+    evenly from 1 to that one and shifts them AGAIN:
+
+        sigma_i = shift(1 - i / (T - 1) (1 - shift(1 / 1000))),  i = 0 .. T - 1;    sigma_T = 0.
+
+    So the last step is tiny (from 0.009 at shift 3, whatever T), unlike in :class:`LinearSigmas`.
+    """
+
+    def __init__(self, shift: float = 3.0) -> None:
+        self.shift = _checked_shift(shift)
+
+    def grid(self, num_steps: int, num_tokens: int | None) -> Tensor:
+        smallest = float(_shifted(_spaced(1 / TRAINING_LEVELS, 0.0, 1), self.shift))
+        return _shifted_to_zero(_spaced(1.0, smallest, num_steps), self.shift)
+
+
+class UniPCSigmas(Sigmas):
+    """Wan's grid, that of diffusers' UniPC scheduler with flow sigmas (``flow_shift``: 3 up to 480p, 5 at 720p).
+
+        sigma_i = shift(start - i / T (start - end)),  i = 0 .. T - 1;    sigma_T = 0.
+
+    The defaults are those of diffusers 0.42, except that its first level is 1 - 1e-6, a guard of the solver's logarithm
+    that Euler-Maruyama steps do not need. Earlier versions, and Wan's own code, have ``start = 0.999, end = 0``:
+    FlowGRPO's Wan recipe is on that grid. Below 1, the first step of ``FlowSDE`` is far too noisy: use ``WanSDE``.
+    """
+
+    def __init__(self, shift: float = 3.0, start: float = 1.0, end: float = 1 / TRAINING_LEVELS) -> None:
+        if not 0 <= end < start <= 1:
+            raise ValueError(f"start = {start}, end = {end}: need 0 <= end < start <= 1")
+        self.shift, self.start, self.end = _checked_shift(shift), start, end
+
+    def grid(self, num_steps: int, num_tokens: int | None) -> Tensor:
+        return _shifted_to_zero(_spaced(self.start, self.end, num_steps + 1)[:-1], self.shift)
 
 
 class ExplicitSigmas(Sigmas):
@@ -114,5 +161,23 @@ def check_sigmas(sigmas: Tensor) -> None:
 
 
 def _shifted_linear(num_steps: int, shift: float) -> Tensor:
-    s = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
+    return _shifted(_spaced(1.0, 0.0, num_steps + 1), shift)
+
+
+def _shifted_to_zero(levels: Tensor, shift: float) -> Tensor:
+    """The shifted levels, followed by 0."""
+    return torch.cat([_shifted(levels, shift), levels.new_zeros(1)])
+
+
+def _spaced(first: float, last: float, count: int) -> Tensor:
+    return torch.linspace(first, last, count, dtype=torch.float64)
+
+
+def _shifted(s: Tensor, shift: float) -> Tensor:
     return shift * s / (shift * s + (1 - s))  # this form keeps shift(1) = 1 exactly, in floating point too
+
+
+def _checked_shift(shift: float) -> float:
+    if not (math.isfinite(shift) and shift > 0):
+        raise ValueError(f"shift = {shift}: must be positive and finite (1 leaves the grid evenly spaced)")
+    return shift

@@ -104,6 +104,11 @@ class FrozenParts:
         """A copied policy shares its frozen parts: nothing trains them, and they may be larger than what is trained."""
         return self
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all their parameters and buffers."""
+        return sum(t.nbytes for module in self._modules_by_name.values() for t in _tensors(module))
+
     def to(self, device: torch.device | str) -> FrozenParts:
         for module in self._modules_by_name.values():
             module.to(device)

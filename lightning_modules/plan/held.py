@@ -1,0 +1,152 @@
+"""What each schedule runs and holds, as counts: rows through the policy, graphs and gradients alive at its worst moment.
+
+Notation: B prompts, M generations, a chunk of ``groups_in_flight`` groups rolled out in micro-batches, T steps, |S| of them
+trained. A gradient in the parameters' dtype takes ``narrow`` bytes, one accumulated in at least fp32 takes ``wide`` bytes.
+
+A schedule of another kind joins by registering what it holds: ``@held.register``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import singledispatch
+
+from lightning_modules.advantages import GroupAdvantage
+from lightning_modules.schedules.base import Schedule
+from lightning_modules.schedules.native import Native
+from lightning_modules.schedules.retain import Retain
+from lightning_modules.schedules.reweight import Reweight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One iteration's work on one process."""
+
+    prompts: int
+    """B."""
+    generations: int
+    """M."""
+    groups_in_flight: int
+    micro_batch: int | None
+    """rows per policy call; ``None``: the whole chunk."""
+    num_steps: int
+    """T."""
+    trained_steps: int
+    """|S|."""
+    advantage: GroupAdvantage
+    beta: float
+    narrow: int
+    """bytes of one gradient in the parameters' dtype."""
+    wide: int
+    """bytes of one gradient in at least fp32."""
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.generations
+
+    @property
+    def chunk(self) -> int:
+        """Rows rolled out before their backward."""
+        return min(self.groups_in_flight, self.prompts) * self.generations
+
+    @property
+    def call(self) -> int:
+        """Rows of a rollout's policy call."""
+        return min(self.micro_batch or self.chunk, self.chunk)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a schedule runs in an iteration, and holds at its worst moment."""
+
+    forward_rows: int
+    """rows through the policy in an iteration, without the reference's."""
+    scored_rows: int
+    """of these, rows with gradients; under a KL term the reference sees them too."""
+    graph_rows: int
+    """rows of one forward with gradients."""
+    row_steps: int
+    """(row, trained step) pairs whose graphs are alive at once."""
+    gradient_bytes: int
+    """gradients alive at once, ``.grad`` included."""
+
+
+@singledispatch
+def held(schedule: Schedule, work: Work) -> Held:
+    """Errors: ``ValueError`` for a schedule that nobody has registered."""
+    raise ValueError(f"nothing is known of what {type(schedule).__name__} holds: register it with plan.held.held")
+
+
+@held.register
+def _native(schedule: Native, work: Work) -> Held:
+    updates = schedule.updates_per_rollout if schedule.samples_per_update == "all" else 1
+    rows = min(schedule.micro_batch or work.call, work.call)
+    return Held(
+        forward_rows=work.samples * (work.num_steps + updates * work.trained_steps),
+        scored_rows=work.samples * updates * work.trained_steps,
+        graph_rows=rows,
+        row_steps=rows,
+        gradient_bytes=_in_place(work),
+    )
+
+
+@held.register
+def _retain(schedule: Retain, work: Work) -> Held:
+    rows = work.samples if work.advantage.needs_iteration else work.chunk
+    return Held(
+        forward_rows=work.samples * work.num_steps,
+        scored_rows=work.samples * work.trained_steps,
+        graph_rows=work.call,
+        row_steps=rows * work.trained_steps,
+        gradient_bytes=_in_place(work),
+    )
+
+
+@held.register
+def _reweight(schedule: Reweight, work: Work) -> Held:
+    streaming = schedule.storage != "per_sample" and work.advantage.is_affine(work.generations)
+    return Held(
+        forward_rows=work.samples * work.num_steps,
+        scored_rows=work.samples * work.trained_steps,
+        graph_rows=1,
+        row_steps=1,
+        gradient_bytes=max(
+            _streaming(work) if streaming else _per_sample(work),
+            work.wide + (work.narrow if work.narrow < work.wide else 0),  # the total and its cast into .grad
+        ),
+    )
+
+
+def _in_place(work: Work) -> int:
+    """Backward calls accumulate into one gradient; a second one where the KL term is not divided by the global std."""
+    return work.narrow * (2 if work.beta > 0 and work.advantage.deferred else 1)
+
+
+def _kl(work: Work) -> int:
+    return work.narrow if work.beta > 0 else 0
+
+
+def _per_sample(work: Work) -> int:
+    """One gradient per row until its advantage is known, and the total they are scaled into."""
+    rows = work.samples if work.advantage.needs_iteration else work.chunk
+    return rows * work.narrow + work.wide + _kl(work)
+
+
+def _streaming(work: Work) -> int:
+    """The largest of all chunks; from the second on, the total is there beside them."""
+    chunks = [min(work.chunk, work.samples - start) for start in range(0, work.samples, work.chunk)]
+    return max(_streaming_chunk(work, rows, closed=k > 0) for k, rows in enumerate(chunks)) + _kl(work)
+
+
+def _streaming_chunk(work: Work, rows: int, closed: bool) -> int:
+    """Row by row: a micro-batch's unit gradients are folded one by one into two sums per group, whose closing makes the
+    total if no earlier chunk has."""
+    sums = peak = 0
+    for start in range(0, rows, work.call):
+        units = min(work.call, rows - start)
+        peak = max(peak, units * work.narrow + sums * work.wide)
+        for row in range(start, start + units):
+            sums += row % work.generations < 2  # the first row opens S0, the second S1
+            peak = max(peak, units * work.narrow + sums * work.wide)
+            units -= 1
+    return max(peak + closed * work.wide, (sums + 1) * work.wide)

@@ -1,0 +1,177 @@
+"""Every experiment, as its command line runs it, with tiny components in place of the released ones."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from benchmarks.plan import plan_config, summary
+from lightning_modules.policies import flux, sd3, wan
+from lightning_modules.policies.loading import DTYPES, Parts
+from lightning_modules.schedules.native import Native
+from lightning_modules.schedules.retain import Retain
+from lightning_modules.schedules.reweight import Reweight
+from tests.loop import Scorer, fit
+from tests.tiny_models import SIZE, TOKENS, TRANSFORMERS, pipeline
+from train import main
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = sorted((ROOT / "configs/experiment").rglob("*.yaml"))
+FAMILY = {
+    "sd35_medium": "sd3",
+    "flux_dev": "flux",
+    "wan21_1_3b": "wan21",
+    "wan21_14b": "wan21",
+    "wan22_ti2v_5b": "wan22",
+}
+every_experiment = pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+
+
+def read(file):
+    return yaml.safe_load(file.read_text())
+
+
+def policy_node(config):
+    """(the pretrained policy's ``init_args``, their place on the command line), inside any guidance."""
+    place, node = "--model.init_args.policy.init_args", config["model"]["init_args"]["policy"]["init_args"]
+    if "policy" in node:
+        return node["policy"]["init_args"], f"{place}.policy.init_args"
+    return node, place
+
+
+@pytest.fixture
+def tiny_weights(monkeypatch):
+    """What the loaders read in place of a hub's files; ``asked`` keeps what they were asked for."""
+    asked = {}
+
+    def load_parts(family, path, *, variant, revision, dtype, **options):
+        name = {"StableDiffusion3Pipeline": "sd3", "FluxPipeline": "flux"}.get(
+            family.pipeline_class.__name__, "wan22" if "TI2V-5B" in path else "wan21"
+        )
+        asked.update(path=path, family=name, **options)
+        pipe = pipeline(name)
+        return Parts(transformer=TRANSFORMERS[name]().to(DTYPES[dtype]), text=family.text_class(pipe), vae=pipe.vae)
+
+    for module in (sd3, flux, wan):
+        monkeypatch.setattr(module, "load_parts", load_parts)
+    return asked
+
+
+def shrunk(file, root):
+    """The experiment's command line, with everything that has a size made small."""
+    config, family = read(file), FAMILY[file.parent.name]
+    node, place = policy_node(config)
+    small = {
+        "--trainer.accelerator": "cpu",
+        "--trainer.default_root_dir": root,
+        "--data.init_args.prompts_per_step": 2,
+        "--data.init_args.iterations": 2,
+        "--model.init_args.generations_per_prompt": 2,
+        "--model.init_args.micro_batch": 2,
+        "--model.init_args.eval_num_steps": 2,
+        f"{place}.height": SIZE[family],
+        f"{place}.width": 2 * SIZE[family],
+        f"{place}.frames": min(node["frames"], 5),
+        f"{place}.max_sequence_length": TOKENS,
+    }
+    return ["fit", "--config", str(file), *(str(part) for option in small.items() for part in option)]
+
+
+def colour(images):
+    """A smooth reward of images and videos."""
+    return -(images.double().flatten(2).mean(2) - torch.tensor([0.8, 0.4, 0.2])).square().sum(1)
+
+
+@every_experiment
+def test_it_runs_from_its_command_line_and_trains_under_every_schedule(file, tiny_weights, tmp_path, capsys):
+    """Parsed, linked and instantiated by the command line, which trains two iterations under the config's own schedule;
+    then two iterations under each schedule from the same start, which must tell the same story."""
+    cli = main(shrunk(file, tmp_path / "runs"))
+    asked, model = tiny_weights, cli.model
+    assert (asked["path"], asked["family"]) == (policy_node(read(file))[0]["path"], FAMILY[file.parent.name])
+    assert model.iteration == 2 and (tmp_path / "runs/version_0/plan.json").is_file()
+    assert f"under {type(model.schedule).__name__}" in capsys.readouterr().out
+    exported = tmp_path / "runs/version_0/export/iteration_000002"
+    assert any(exported.iterdir())
+    start, stories = copy.deepcopy(model.state_dict()), {}
+    for schedule in (Native(), Retain(), Reweight()):
+        model.load_state_dict(start)
+        model.schedule, model.iteration = schedule, 0
+        stories[type(schedule)] = fit(model, 2, root=tmp_path, scorer=Scorer(colour))
+        moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, start[name])]
+        assert moved and set(moved) <= trained(model)
+    for story in stories.values():
+        for ours, natives in zip(story, stories[Native], strict=True):
+            assert ours["grad_norm"] > 0
+            for name in ("reward", "grad_norm"):
+                assert ours[name] == pytest.approx(natives[name], rel=0.05), name
+
+
+def trained(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@every_experiment
+def test_the_header_says_how_to_run_it_and_what_it_takes(file):
+    header = header_of(file)
+    path = file.relative_to(ROOT)
+    assert f"python train.py fit --config {path}" in header
+    assert read(file)["trainer"]["default_root_dir"] == f"runs/{file.parent.name}/{file.stem}"
+    assert re.search(r"Plan: [\d.]+ GiB = weights", header) and re.search(r"GPUs?: ", header)
+
+
+def header_of(file):
+    """The comment at the top as one line."""
+    lines = file.read_text().split("\n\n")[0].splitlines()
+    assert all(line.startswith("#") for line in lines)
+    return " ".join(" ".join(line.removeprefix("#") for line in lines).split())
+
+
+def check_plan(file):
+    assert f"Plan: {summary(plan_config(file))}" in header_of(file)
+
+
+def test_the_memory_in_a_header_is_the_plans():
+    check_plan(ROOT / "configs/experiment/sd35_medium/flowgrpo_fast.yaml")
+
+
+@pytest.mark.slow
+@every_experiment
+def test_the_memory_in_every_header_is_the_plans(file):
+    check_plan(file)
+
+
+@every_experiment
+def test_learning_rate_and_guidance_fit_what_is_trained(file):
+    """A LoRA's rate destroys full weights, which a full rate hardly moves in a LoRA."""
+    config = read(file)
+    rate = float(
+        yaml.safe_load((file.parent / config["model"]["init_args"]["optimizer"]).read_text())["init_args"]["lr"]
+    )
+    node, _ = policy_node(config)
+    if node["trainable"] == "lora":
+        assert 1e-4 <= rate <= 3e-4 and node["lora"] is not None and node["dtype"] == "bfloat16"
+    else:
+        assert 5e-6 <= rate <= 2e-5 and node["lora"] is None
+        assert (node["dtype"], config["trainer"]["precision"]) == ("float32", "bf16-mixed")  # master weights
+
+
+@every_experiment
+def test_wans_flow_shift_fits_the_resolution(file):
+    """3 up to 480p (832 x 480), 5 at 720p (1280 x 720)."""
+    config = read(file)
+    node, _ = policy_node(config)
+    sigmas = yaml.safe_load((file.parent / config["model"]["init_args"]["sigmas"]).read_text())
+    if "wan" in file.parent.name:
+        large = node["height"] * node["width"] > 832 * 480
+        assert sigmas["init_args"]["shift"] == (5.0 if large else 3.0)
+
+
+def test_a_config_without_a_pretrained_policy_is_named():
+    with pytest.raises(ValueError, match="ShapesPolicy is no pretrained policy"):
+        plan_config(ROOT / "configs/quickstart.yaml")

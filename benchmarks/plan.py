@@ -3,7 +3,7 @@
     python -m benchmarks.plan configs/experiment/flux_dev/leangrpo.yaml [--device cuda]
 
 The policy is the released architecture named like the config's folder, without weights; everything else is the config's.
-Text encoders and VAE are left out. ``fit`` prints the same plan when it starts, if ``callbacks.plan_report.PlanReport`` is
+Text encoders are left out. ``fit`` prints the same plan when it starts, if ``callbacks.plan_report.PlanReport`` is
 among its callbacks.
 """
 
@@ -73,7 +73,7 @@ def _without_weights(arguments: Namespace, name: str, model: str) -> None:
             dtype=given["dtype"],
             device="meta",
             smaller=None,
-            vae=None,
+            smaller_vae=None,
             options=options | {"embedding_cache": None},
         ),
     )

@@ -24,6 +24,11 @@ FAMILIES: dict[str, type[DiffusersPolicy]] = {
     "FluxTransformer2DModel": FluxPolicy, "SD3Transformer2DModel": SD3Policy, "WanTransformer3DModel": WanPolicy,
 }  # fmt: skip
 """Class of the transformer -> its policy."""
+VAES = {
+    "flux_dev": "image", "sd35_medium": "image", "sd35_large": "image",
+    "wan21_1_3b": "wan21", "wan21_14b": "wan21", "wan22_ti2v_5b": "wan22_ti2v_5b",
+}  # fmt: skip
+"""File in ``configs/model`` -> file in ``configs/vae``."""
 CLIP_TOKENS = 77
 """Tokens of CLIP that SD3 puts before T5's."""
 
@@ -53,20 +58,21 @@ class RandomText(TextEncoder):
         }
 
 
-def architecture(name: str) -> dict[str, Any]:
-    """``class_path`` and ``init_args`` of a file in ``configs/model``. Errors: ``ValueError`` naming those there are."""
-    file = ROOT / "configs" / "model" / f"{name}.yaml"
+def described(folder: str, name: str) -> dict[str, Any]:
+    """``class_path`` and ``init_args`` of a file in ``configs/<folder>``. Errors: ``ValueError`` naming those there are."""
+    file = ROOT / "configs" / folder / f"{name}.yaml"
     if not file.is_file():
         known = sorted(path.stem for path in file.parent.glob("*.yaml"))
-        raise ValueError(f"no released architecture {name!r}: choose one of {', '.join(known)}")
+        raise ValueError(f"no {folder} {name!r} is on file: choose one of {', '.join(known)}")
     return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
-def component(described: Mapping[str, Any], dtype: str, device: str) -> nn.Module:
-    """A diffusers model with random weights (none on ``meta``), built in fp32 and cast as its loader would."""
+def component(described: Mapping[str, Any], dtype: str, device: str, **changes: Any) -> nn.Module:
+    """A diffusers model with random weights (none on ``meta``), built in fp32 and cast as its loader would; ``changes`` to
+    its arguments."""
     kind = getattr(diffusers, described["class_path"].rpartition(".")[2])
     with torch.device(device):
-        made = kind(**described["init_args"])
+        made = kind(**described["init_args"] | changes)
     keep = set(made._keep_in_fp32_modules or ())
     for tensors in (made.named_parameters(), made.named_buffers()):
         for name, tensor in tensors:
@@ -81,31 +87,29 @@ def untrained(
     dtype: str = "bfloat16",
     device: str = "cpu",
     smaller: dict[str, Any] | None = None,
-    vae: dict[str, Any] | None = None,
+    smaller_vae: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
 ) -> DiffusersPolicy:
-    """The policy of a released model as it would be before its weights are loaded.
+    """The policy of a released model as it would be before its weights are loaded; the VAE in fp32.
 
     Args:
         model: file in ``configs/model``, without its ending.
         dtype: of the transformer and the embeddings.
         device: where it is made; ``meta`` makes nothing.
-        smaller: arguments of the architecture to change.
-        vae: ``class_path`` and ``init_args`` of a VAE, kept in fp32.
+        smaller, smaller_vae: arguments of the architectures to change.
         options: of the policy (``height``, ``width``, ...).
     """
-    described = architecture(model)
-    described["init_args"] |= smaller or {}
-    transformer, given = described["init_args"], dict(options or {})
-    family = FAMILIES[described["class_path"].rpartition(".")[2]]
-    shapes = {"text": (transformer.get("joint_attention_dim") or transformer["text_dim"],)}
-    if "pooled_projection_dim" in transformer:
-        shapes["pooled"] = (transformer["pooled_projection_dim"],)
+    transformer = component(described("model", model), dtype, device, **smaller or {})
+    vae = component(described("vae", VAES[model]), "float32", device, **smaller_vae or {})
+    family, config, given = FAMILIES[type(transformer).__name__], transformer.config, dict(options or {})
+    shapes = {"text": (config.get("joint_attention_dim") or config["text_dim"],)}
+    if "pooled_projection_dim" in config:
+        shapes["pooled"] = (config["pooled_projection_dim"],)
     if isinstance(given.get("lora"), dict):
         given["lora"] = LoRA(**given["lora"])
     return family(
-        transformer=component(described, dtype, device),
+        transformer=transformer,
         text=RandomText(shapes, DTYPES[dtype], device, CLIP_TOKENS if family is SD3Policy else 0),
-        vae=None if vae is None else component(vae, "float32", device),
+        vae=vae,
         **given,
     )

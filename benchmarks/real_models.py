@@ -48,21 +48,6 @@ from rewards.brightness import Brightness
 SCHEDULES: dict[str, type[Schedule]] = {"Native": Native, "Retain": Retain, "Reweight": Reweight}
 PHASES = ("rollout", "backward", "update", "decode", "reward", "optimizer")
 LEARNING_RATE = 1e-5
-IMAGE_VAE: dict[str, Any] = {
-    "class_path": "diffusers.AutoencoderKL",
-    "init_args": {
-        "block_out_channels": [128, 256, 512, 512],
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "up_block_types": ["UpDecoderBlock2D"] * 4,
-        "layers_per_block": 2,
-        "latent_channels": 16,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-        "scaling_factor": 1.0,
-        "shift_factor": 0.0,
-    },
-}
-"""The VAE of FLUX.1 and SD3.5, but for its scale factors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +66,17 @@ class Case:
     device: str = "cuda"
     dtype: str = "bfloat16"
     smaller: dict[str, Any] | None = None
-    """changes to the released architecture."""
-    vae: dict[str, Any] | None = None
+    """changes to the released architecture, and below to its VAE's."""
+    smaller_vae: dict[str, Any] | None = None
 
     def policy(self) -> DiffusersPolicy:
         made = untrained(
-            self.model, dtype=self.dtype, device=self.device, smaller=self.smaller, vae=self.vae, options=self.options
+            self.model,
+            dtype=self.dtype,
+            device=self.device,
+            smaller=self.smaller,
+            smaller_vae=self.smaller_vae,
+            options=self.options,
         )
         return made.eval()
 
@@ -114,7 +104,6 @@ FULL = {
             num_steps=6,
             micro_batch=4,
             options={"height": 512, "width": 512, "activation_checkpointing": True, "decode_batch": 4},
-            vae=IMAGE_VAE,
         ),
         Case(
             model="sd35_medium",
@@ -123,7 +112,6 @@ FULL = {
             num_steps=10,
             micro_batch=8,
             options={"height": 512, "width": 512, "activation_checkpointing": True, "decode_batch": 4},
-            vae=IMAGE_VAE,
         ),
     )
 }
@@ -139,13 +127,10 @@ _SMALLER = {
     "sd35_medium": _BLOCK
     | {"num_layers": 2, "caption_projection_dim": 16, "dual_attention_layers": [0], "pos_embed_max_size": 8},
 }
-_SMALL_VAE = IMAGE_VAE | {
-    "init_args": IMAGE_VAE["init_args"]
-    | {"block_out_channels": [4, 4, 4, 4], "norm_num_groups": 2, "layers_per_block": 1}
-}
+_SMALLER_VAE = {"block_out_channels": [4, 4, 4, 4], "norm_num_groups": 2, "layers_per_block": 1}
 QUICK = {
     name: replace(
-        case, generations=2, micro_batch=2, device="cpu", dtype="float32", smaller=_SMALLER[name], vae=_SMALL_VAE,
+        case, generations=2, micro_batch=2, device="cpu", dtype="float32", smaller=_SMALLER[name], smaller_vae=_SMALLER_VAE,
         options=case.options | {"height": 32, "width": 32, "max_sequence_length": 4},
     )
     for name, case in FULL.items()

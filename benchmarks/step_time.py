@@ -127,8 +127,8 @@ class StepTime:
     fractions: list[float] = field(default_factory=lambda: [0.25, 0.5, 0.75, 1.0])
     micro_batch: int = 8
     micro_batches: list[int] = field(default_factory=lambda: [4, 8, 16])
-    repetitions: int = 7
-    search_repetitions: int = 3
+    repetitions: int = 5
+    search_repetitions: int = 2
     threads: int | None = None
 
     def run(self) -> Comparison:

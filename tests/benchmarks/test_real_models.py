@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.random_weights import architecture
+from benchmarks.random_weights import described
 from benchmarks.real_models import FULL, QUICK, main
 
 
@@ -50,7 +50,7 @@ def test_the_full_preset_is_the_papers_and_the_released_size():
     assert (flux.num_steps, flux.generations, flux.options["height"], flux.dtype) == (6, 8, 512, "bfloat16")
     assert all(case.smaller is None and case.device == "cuda" for case in FULL.values())
     for name, case in QUICK.items():
-        assert case.smaller.keys() <= architecture(name)["init_args"].keys()
+        assert case.smaller.keys() <= described("model", name)["init_args"].keys()
 
 
 def test_no_repetition_is_refused():

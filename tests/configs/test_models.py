@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.random_weights import FAMILIES, architecture, component, untrained
+from benchmarks.random_weights import FAMILIES, VAES, component, described, untrained
 from lightning_modules.plan.plan import optimizer_bytes
 from lightning_modules.policies.lora import inject
 
@@ -33,8 +33,7 @@ def test_every_file_is_counted_here(repository):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_and_adapters_of_the_released_models(name, repository):
-    described = architecture(name)
-    transformer = component(described, "bfloat16", "meta")
+    transformer = component(described("model", name), "bfloat16", "meta")
     assert sum(p.numel() for p in transformer.parameters()) == PARAMETERS[name]
     header = (repository / f"configs/model/{name}.yaml").read_text().splitlines()[0]
     assert f"{PARAMETERS[name]:,} parameters" in header
@@ -50,9 +49,9 @@ def test_parameters_and_adapters_of_the_released_models(name, repository):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_every_argument_of_the_architecture_is_named(name):
-    described = architecture(name)
-    kind = getattr(diffusers, described["class_path"].removeprefix("diffusers."))
-    assert described["init_args"].keys() == inspect.signature(kind.__init__).parameters.keys() - {"self"}
+    given = described("model", name)
+    kind = getattr(diffusers, given["class_path"].removeprefix("diffusers."))
+    assert given["init_args"].keys() == inspect.signature(kind.__init__).parameters.keys() - {"self"}
 
 
 def test_flux_and_wan_14b_are_the_classes_defaults():
@@ -64,7 +63,7 @@ def test_flux_and_wan_14b_are_the_classes_defaults():
         )
     }
     for name, expected in defaults.items():
-        given = {k: tuple(v) if isinstance(v, list) else v for k, v in architecture(name)["init_args"].items()}
+        given = {k: tuple(v) if isinstance(v, list) else v for k, v in described("model", name)["init_args"].items()}
         changed = {k for k, v in given.items() if v != expected[k]}
         assert changed == ({"guidance_embeds"} if name == "flux_dev" else set())
 
@@ -80,13 +79,28 @@ def test_the_adapters_on_file_are_the_families_own(lora, repository):
 
 def test_random_weights_make_a_policy_that_runs():
     smaller = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 8, "text_dim": 6}
-    policy = untrained("wan21_1_3b", smaller=smaller, options={"height": 16, "width": 32, "max_sequence_length": 5})
+    vae = {"base_dim": 4, "num_res_blocks": 1}
+    policy = untrained(
+        "wan21_1_3b", smaller=smaller, smaller_vae=vae, options={"height": 16, "width": 32, "max_sequence_length": 5}
+    )
     conditioning = policy.encode(["a", "b"])
     assert conditioning.tensors["text"].shape == (2, 5, 6)
     velocity = policy(torch.randn(2, *policy.latent_shape), torch.tensor([0.5, 0.7]), conditioning)
     assert velocity.shape == (2, 16, 1, 2, 4) and bool(velocity.isfinite().all())
+    assert policy.frozen.vae.config.base_dim == 4
+
+
+@pytest.mark.parametrize(("name", "shape"), [("wan21_14b", (16, 3, 88, 160)), ("wan22_ti2v_5b", (48, 3, 44, 80))])
+def test_a_models_vae_decides_its_latents(name, shape):
+    options = {"height": 704, "width": 1280, "frames": 9, "trainable": "full"}
+    assert untrained(name, device="meta", smaller={"num_layers": 1}, options=options).latent_shape == shape
+
+
+def test_every_model_has_a_vae_on_file(repository):
+    assert VAES.keys() == PARAMETERS.keys()
+    assert set(VAES.values()) == {path.stem for path in (repository / "configs/vae").glob("*.yaml")}
 
 
 def test_an_unknown_architecture_is_named():
-    with pytest.raises(ValueError, match=r"'flux_pro': choose one of flux_dev, sd35_large"):
+    with pytest.raises(ValueError, match=r"no model 'flux_pro' is on file: choose one of flux_dev, sd35_large"):
         untrained("flux_pro")

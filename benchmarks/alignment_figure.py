@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 _QUANTITIES = {"gradient": "gradient", "update": "AdamW update", "exp_avg": "1st moment", "exp_avg_sq": "2nd moment"}
 _STYLE = {
@@ -43,7 +44,14 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes_row[0].set_ylabel(label)
         axes_row[0].set_ylim(floor / 2, 5 * max(values.values(), default=1.0) or 1.0)
     handles, labels = grid[1, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    zero = Line2D([], [], color="0.4", marker="o", fillstyle="none", linestyle=":")
+    figure.legend(
+        [*handles, zero],
+        [*labels, "hollow, on the dotted line: exactly 0"],
+        loc="outside upper center",
+        ncols=3,
+        frameon=False,
+    )
     figure.savefig(path, dpi=130)
 
 
@@ -58,6 +66,5 @@ def _panel(axes: Axes, values: dict[tuple[str, str], float], floor: float, again
     axes.set_yscale("log")
     axes.set_xticks(range(len(_QUANTITIES)), list(_QUANTITIES.values()), rotation=20)
     axes.grid(axis="y", alpha=0.3)
-    if any(values[name, quantity] == 0 for name in shown for quantity in _QUANTITIES):
-        axes.axhline(floor, color="0.7", linewidth=0.8, linestyle=":")
-        axes.annotate("hollow on this line: exactly 0", (-0.45, floor * 1.3), fontsize=7, color="0.35")
+    if any(height == 0 for height in values.values()):
+        axes.axhline(floor, color="0.7", linewidth=0.8, linestyle=":", zorder=0)

@@ -14,7 +14,11 @@ def test_notebook_runs(path):
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": path.parent}}).execute()
     text = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
-    rows = {line[:24].strip(): line.split() for line in text.splitlines() if line.startswith(("Native", "Retain", "Reweight"))}
+    rows = {
+        line[:24].strip(): line.split()
+        for line in text.splitlines()
+        if line.startswith(("Native", "Retain", "Reweight"))
+    }
     assert float(rows["Retain"][-1]) == 0.0
     assert all(float(rows[name][-1]) < 1e-5 for name in ("Reweight, per sample", "Reweight, streaming"))
     assert int(rows["Native"][1]) > int(rows["Retain"][1])

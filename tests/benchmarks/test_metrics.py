@@ -19,7 +19,9 @@ def test_the_first_vector_is_the_reference():
     assert distance(y, x).relative_l2 == 0.5
 
 
-@pytest.mark.parametrize(("y", "cosine", "relative"), [([0.5, 2.0], 1.0, 0.0), ([-0.5, -2.0], -1.0, 2.0), ([0.0, 0.0], 0.0, 1.0)])
+@pytest.mark.parametrize(
+    ("y", "cosine", "relative"), [([0.5, 2.0], 1.0, 0.0), ([-0.5, -2.0], -1.0, 2.0), ([0.0, 0.0], 0.0, 1.0)]
+)
 def test_equal_opposite_and_zero(y, cosine, relative):
     d = distance(torch.tensor([0.5, 2.0]), torch.tensor(y))
     assert d.cosine == pytest.approx(cosine, abs=1e-15)

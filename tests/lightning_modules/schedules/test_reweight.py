@@ -30,7 +30,9 @@ def test_storage_is_decided_from_the_configuration(storage, advantage, generatio
     assert bound(storage, advantage, generations).wants_rewards_early == streaming
 
 
-@pytest.mark.parametrize("advantage", [GroupAdvantage(clip=5.0), GroupAdvantage(std="global"), GroupAdvantage(std="none")])
+@pytest.mark.parametrize(
+    "advantage", [GroupAdvantage(clip=5.0), GroupAdvantage(std="global"), GroupAdvantage(std="none")]
+)
 def test_streaming_is_refused_where_it_is_not_exact(advantage):
     with pytest.raises(ValueError, match=r"clip: null.*std: group.*storage: per_sample"):
         bound("streaming", advantage, 32)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
+import yaml
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -28,6 +30,19 @@ REFUSED = {
     "max_steps": (-1, f"it would count optimizer steps: {WHOLE_RUN}"),
 }  # fmt: skip
 """Trainer argument -> (its neutral value, what to set instead) where the module steps its own optimizer."""
+
+
+_read_yaml = jsonargparse.get_loader("yaml")
+
+
+def read_value(text: str) -> Any:
+    """YAML, where a lone ``None`` is null too: jsonargparse hands an option that lies two classes deep down as Python
+    writes it, so that ``--model.init_args.advantage.init_args.clip null`` arrives as ``None``."""
+    value = _read_yaml(text)
+    return None if value == "None" else value
+
+
+jsonargparse.set_loader("yaml", read_value, exceptions=(yaml.YAMLError,))
 
 
 class TrainingCLI(LightningCLI):
@@ -51,7 +66,7 @@ class TrainingCLI(LightningCLI):
             for name, (neutral, remedy) in REFUSED.items():
                 if config[name] not in (None, neutral):
                     raise ValueError(f"trainer.{name}={config[name]}: {remedy}")
-        folder = new_run_folder(Path(config["default_root_dir"]))
+        folder = new_run_folder(Path(config["default_root_dir"] or "."))  # null is the working directory to Lightning
         print(f"run folder: {folder}", flush=True)
         return super()._instantiate_trainer(into(folder, config), callbacks)
 
@@ -72,17 +87,25 @@ def into(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_run_folder(root: Path) -> Path:
-    """Make ``root/version_<n>`` with the first n that no run has taken; safe against runs that start together."""
-    root.mkdir(parents=True, exist_ok=True)
-    taken = [int(match[1]) for path in root.iterdir() if (match := re.fullmatch(r"version_(\d+)", path.name))]
-    for n in itertools.count(max(taken, default=-1) + 1):
-        folder = root / f"version_{n}"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("unreachable")
+    """Make ``root/version_<n>`` with the first n that no run has taken; safe against runs that start together. Errors:
+    ``ValueError`` where nothing can be written."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        taken = [int(match[1]) for path in root.iterdir() if (match := re.fullmatch(r"version_(\d+)", path.name))]
+        return next(filter(_make, (root / f"version_{n}" for n in itertools.count(max(taken, default=-1) + 1))))
+    except OSError as error:
+        raise ValueError(
+            f"trainer.default_root_dir={str(root)!r}: {error}; give a folder that can be written"
+        ) from error
+
+
+def _make(folder: Path) -> bool:
+    """Whether the folder was not there and now is."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def files_first(args: Sequence[str]) -> list[str]:

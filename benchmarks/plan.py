@@ -27,17 +27,22 @@ OF_FILES = ("path", "variant", "revision", "dtype")
 """Arguments of the loader that are not the policy's own."""
 
 
-def plan_config(file: str | Path, device: str = "cpu") -> Plan:
-    """Plan the run of a config. Errors: ``ValueError`` if its policy is no pretrained one of a released architecture."""
+def read_config(file: str | Path) -> tuple[ArgumentParser, Namespace]:
+    """A config with the files it is composed of, but for the trainer's callbacks; its parser makes ``model`` and ``data``."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--seed_everything", type=int)
     parser.add_argument("--trainer", type=dict)
     parser.add_subclass_arguments(LightningModule, "model")
     parser.add_subclass_arguments(LightningDataModule, "data")
-    config = parser.parse_path(str(file))
+    return parser, parser.parse_path(str(file))
+
+
+def plan_config(file: str | Path, device: str = "cpu") -> Plan:
+    """Plan the run of a config. Errors: ``ValueError`` if its policy is no pretrained one of a released architecture."""
+    parser, config = read_config(file)
     _without_weights(config.model.init_args, "policy", Path(file).parent.name)
-    objects = parser.instantiate_classes(config)
-    model: Any = objects.model
+    objects: Any = parser.instantiate_classes(config)
+    model = objects.model
     precision = config.trainer.get("precision")
     if precision == "bf16-true":
         model.to(torch.bfloat16)

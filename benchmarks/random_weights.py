@@ -101,7 +101,8 @@ def untrained(
     """
     transformer = component(described("model", model), dtype, device, **smaller or {})
     vae = component(described("vae", VAES[model]), "float32", device, **smaller_vae or {})
-    family, config, given = FAMILIES[type(transformer).__name__], transformer.config, dict(options or {})
+    family, given = FAMILIES[type(transformer).__name__], dict(options or {})
+    config: Any = transformer.config
     shapes = {"text": (config.get("joint_attention_dim") or config["text_dim"],)}
     if "pooled_projection_dim" in config:
         shapes["pooled"] = (config["pooled_projection_dim"],)

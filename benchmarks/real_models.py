@@ -130,7 +130,7 @@ _SMALLER = {
 _SMALLER_VAE = {"block_out_channels": [4, 4, 4, 4], "norm_num_groups": 2, "layers_per_block": 1}
 QUICK = {
     name: replace(
-        case, generations=2, micro_batch=2, device="cpu", dtype="float32", smaller=_SMALLER[name], smaller_vae=_SMALLER_VAE,
+        case, num_steps=3, generations=2, micro_batch=2, device="cpu", dtype="float32", smaller=_SMALLER[name], smaller_vae=_SMALLER_VAE,
         options=case.options | {"height": 32, "width": 32, "max_sequence_length": 4},
     )
     for name, case in FULL.items()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 
 from callbacks.grid_image import to_pictures
-from callbacks.run_folder import replacing, run_folder
-from callbacks.scoring import check_rewards, score
+from callbacks.run_folder import finite, replacing, run_folder
+from callbacks.scoring import attempt, check_rewards, describe
 from datamodules.eval_batch import EvalBatch
 from lightning_modules.lean_grpo import LeanGRPO
 from lightning_modules.types import Samples
@@ -25,7 +27,8 @@ class PredictWriter(Callback):
     so that memory does not grow with their number.
 
     Args:
-        rewards: by name, to score the images with; ``None`` for no scores. A reward that fails stops the run.
+        rewards: by name, to score the images with; ``None`` for no scores. Where a reward fails, for instance on a
+            prompt of a plain text file without the metadata that it judges by, the score is null and a warning says why.
     """
 
     def __init__(self, rewards: dict[str, Reward] | None = None) -> None:
@@ -45,7 +48,7 @@ class PredictWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        scores = {n: score(r, outputs, name=n, when="the prediction") for n, r in self.rewards.items()}
+        scores = {name: _score(name, reward, outputs) for name, reward in self.rewards.items()}
         for i, picture in enumerate(to_pictures(outputs.images)):
             prompt, image = int(outputs.rows.prompt[i]), int(outputs.rows.generation[i])
             file = f"{prompt:05d}_{image}.png"
@@ -59,7 +62,7 @@ class PredictWriter(Callback):
                 "seed": pl_module.eval_seed,
             }
             if scores:
-                entry["scores"] = {name: values[i].item() for name, values in scores.items()}
+                entry["scores"] = finite({name: values[i].item() for name, values in scores.items()})
             self._lines.append(json.dumps(entry, ensure_ascii=False))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LeanGRPO) -> None:
@@ -67,3 +70,11 @@ class PredictWriter(Callback):
         with replacing(folder / INDEX) as temporary:
             temporary.write_text("".join(line + "\n" for line in self._lines), encoding="utf-8")
         print(f"{len(self._lines)} images in {folder}")
+
+
+def _score(name: str, reward: Reward, samples: Samples) -> Tensor:
+    """``[N]``, NaN where the reward fails: the images are what was asked for, and they are good without a score."""
+    scores, faults = attempt(reward, samples)
+    if faults:
+        warnings.warn(f"{describe(faults[0], samples, name=name, when='the prediction')}; no score there", stacklevel=2)
+    return scores

@@ -14,6 +14,7 @@ Sources: FlowGRPO (arXiv 2505.05470): eps 1e-4, population std (``ddof=0``), cli
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -130,4 +131,8 @@ class GroupAdvantage:
             return 1.0
         rewards = rewards[rewards.isfinite()]
         std = rewards.std(correction=self.ddof).item() if len(rewards) > self.ddof else 0.0
+        if std == math.inf:
+            raise ValueError(
+                f"rewards up to {rewards.abs().max():.3g} have no finite standard deviation: scale them down"
+            )
         return 1.0 / (std + self.eps)

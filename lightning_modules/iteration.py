@@ -60,6 +60,8 @@ class Iteration:
             weight = scores.weights.get(name, 1.0)
             if weight:
                 total += weight * values
+        if total.isinf().any():
+            raise ValueError("the weighted sum of the rewards overflows float64: scale the rewards down")
         self._scored.append((samples.rows, dict(scores.values), total))
         return total
 
@@ -132,10 +134,11 @@ class Iteration:
 
 
 def _group_std(values: Tensor, rows: Rows) -> float:
-    """Mean over the groups of the standard deviation within the group (population, finite values only)."""
+    """Mean over the groups of the standard deviation within the group (population, finite values only); NaN without
+    any finite value."""
     groups = [values[(rows.prompt == p) & values.isfinite()] for p in rows.prompt.unique()]
     stds = [group.std(correction=0) for group in groups if len(group)]
-    return torch.stack(stds).mean().item()
+    return torch.stack(stds).mean().item() if stds else torch.nan
 
 
 def join_samples(samples: list[Samples]) -> Samples:

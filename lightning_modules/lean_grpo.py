@@ -7,6 +7,7 @@ and logs. Source: LeanGRPO (arXiv 2609.03528).
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -111,7 +112,7 @@ class LeanGRPO(LightningModule):
         )
         self.groups_in_flight = _at_least(groups_in_flight, 1, "groups_in_flight")
         self.micro_batch = None if micro_batch is None else _at_least(micro_batch, 1, "micro_batch")
-        self.beta = _at_least(beta, 0, "beta")
+        self.beta = _at_least(beta, 0, "beta", "and finite", below=math.inf)
         self.clip_range = _above_zero(clip_range, "clip_range")
         self.max_grad_norm = (
             None if max_grad_norm is None else _above_zero(max_grad_norm, "max_grad_norm", "use null for no clipping")
@@ -120,7 +121,7 @@ class LeanGRPO(LightningModule):
         self.verify_every = _at_least(verify_every, 0, "verify_every")
         self.seed = seed
         self.sigma_grid = sigmas(num_steps, policy.num_tokens)
-        self.eval_sigma_grid = sigmas(eval_num_steps or num_steps, policy.num_tokens)
+        self.eval_sigma_grid = sigmas(num_steps if eval_num_steps is None else eval_num_steps, policy.num_tokens)
         self.trained_steps = window.size(num_steps)
         weights = step_weights or ConstantStepWeights()
         self.step_weights = weights(transition, self.sigma_grid, window.candidates(num_steps))
@@ -133,6 +134,7 @@ class LeanGRPO(LightningModule):
         """Entered whenever images are drawn for evaluation; a callback puts averaged weights in place here."""
         self._reference: Reference | None = None
         self._resume_point = ResumePoint()
+        self._saved_steppers: list[str] = []
 
     # the algorithm
 
@@ -368,7 +370,8 @@ class LeanGRPO(LightningModule):
             raise ValueError(
                 "precision 16-mixed scales the loss, which is not proven exact here; use bf16-mixed, bf16-true or 32-true"
             )
-        if stage == "fit" and self.trainer.max_epochs not in (1, -1):
+        endless = self.trainer.max_epochs == -1 and self.trainer.max_steps == -1
+        if stage == "fit" and (endless or self.trainer.max_epochs not in (1, -1)):
             raise ValueError(
                 f"trainer.max_epochs={self.trainer.max_epochs}: one epoch is the whole run; set trainer.max_epochs: 1 and "
                 "the length of the run by the datamodule's iterations"
@@ -398,7 +401,27 @@ class LeanGRPO(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self._trainable())
-        return optimizer if self.lr_scheduler is None else ([optimizer], [self.lr_scheduler(optimizer)])
+        _takes_no(optimizer.step, "closure", optimizer, "its loss again, which is a whole rollout; use AdamW")
+        if self.lr_scheduler is None:
+            self._check_steppers(optimizer)
+            return optimizer
+        scheduler = self.lr_scheduler(optimizer)
+        _takes_no(scheduler.step, "metrics", scheduler, "a metric at every step; use a schedule of the iteration alone")
+        self._check_steppers(optimizer, scheduler)
+        return [optimizer], [scheduler]
+
+    def _steppers(self) -> Iterator[object]:
+        yield from self.trainer.optimizers
+        yield from (config.scheduler for config in self.trainer.lr_scheduler_configs)
+
+    def _check_steppers(self, *steppers: object) -> None:
+        """Another class's state would be loaded as if it were this one's."""
+        for saved, stepper in zip(self._saved_steppers, steppers, strict=False):
+            if saved != type(stepper).__name__:
+                raise ValueError(
+                    f"the checkpoint holds the state of {saved}, which is not that of {type(stepper).__name__}; use the "
+                    "run's own config.yaml"
+                )
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch  # text and ids stay where they are
@@ -411,6 +434,7 @@ class LeanGRPO(LightningModule):
             "sigmas": self.sigma_grid.tolist(),
             "reference": None if self._reference is None else self._reference.fingerprint(),
             "rng": self._resume_point.rng(),
+            "steppers": [type(stepper).__name__ for stepper in self._steppers()],
         }
         settle_loops(checkpoint["loops"], self.iteration)
 
@@ -424,6 +448,7 @@ class LeanGRPO(LightningModule):
                 "point the policy at the weights that training started from, or set beta: 0"
             )
         self._resume_point.load(saved["rng"])
+        self._saved_steppers = saved.get("steppers", [])
 
     @cached_property
     def _frozen_weights(self) -> str:
@@ -462,10 +487,17 @@ class LeanGRPO(LightningModule):
         self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
 
 
-def _at_least(value: Any, low: int, name: str, why: str = "") -> Any:
-    if value < low:
+def _at_least(value: Any, low: int, name: str, why: str = "", below: float | None = None) -> Any:
+    if not value >= low or (below is not None and not value < below):  # NaN is neither
         raise ValueError(f"{name}={value}: expected at least {low}" + (f" ({why})" if why else ""))
     return value
+
+
+def _takes_no(step: Callable[..., Any], argument: str, owner: object, wants: str) -> None:
+    """``ValueError`` if ``step()`` cannot be called without ``argument``."""
+    parameter = inspect.signature(step).parameters.get(argument)
+    if parameter is not None and parameter.default is inspect.Parameter.empty:
+        raise ValueError(f"{type(owner).__name__} wants {wants}")
 
 
 def _above_zero(value: float, name: str, remedy: str = "") -> float:

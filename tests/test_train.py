@@ -155,6 +155,16 @@ def test_another_schedule_from_the_command_line(tmp_path, capsys):
     assert native["init_args"]["updates_per_rollout"] == 2
 
 
+@pytest.mark.parametrize("word", ["null", "~", "None"])
+def test_null_from_the_command_line_at_any_depth(word, tmp_path):
+    path = write(
+        tmp_path, iterations=1, model={"advantage": {"class_path": "lightning_modules.advantages.GroupAdvantage"}}
+    )
+    options = ("max_grad_norm", "lr_scheduler", "advantage.init_args.clip")
+    cli = fit(path, *(part for option in options for part in (f"--model.init_args.{option}", word)))
+    assert (cli.model.max_grad_norm, cli.model.lr_scheduler, cli.model.advantage.clip) == (None, None, None)
+
+
 def test_the_order_of_all_else_is_kept():
     args = "fit --trainer.callbacks+=A --trainer.callbacks.x -1 --trainer.callbacks+=B --data d --config c --flag --config=e"
     expected = "fit --config c --config=e --data d --trainer.callbacks+=A --trainer.callbacks.x -1 --trainer.callbacks+=B --flag"
@@ -245,7 +255,31 @@ def test_another_policys_checkpoint_is_named(watched, tmp_path):
         fit(write(tmp_path), *args)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("optimizer", "torch.optim.SGD", "the state of AdamW, which is not that of SGD"),
+        (
+            "lr_scheduler",
+            "torch.optim.lr_scheduler.LinearLR",
+            "the state of ExponentialLR, which is not that of LinearLR",
+        ),
+    ],
+)
+def test_a_resume_with_another_optimizer_or_scheduler_is_refused(option, value, message, watched, tmp_path):
+    last = run_of(watched[0]) / "checkpoints" / "last.ckpt"
+    with pytest.raises(ValueError, match=message):
+        fit(write(tmp_path, iterations=6), f"--model.init_args.{option}", value, "--ckpt_path", str(last))
+
+
 # loggers and folders
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_root_that_cannot_hold_a_run_is_named(below, tmp_path):
+    path, root = write(tmp_path), tmp_path / "prompts.txt" / below
+    with pytest.raises(ValueError, match=r"trainer\.default_root_dir=.*prompts\.txt.*a folder that can be written"):
+        fit(path, "--trainer.default_root_dir", str(root))
 
 
 def test_both_default_loggers_share_the_run_folder(watched):

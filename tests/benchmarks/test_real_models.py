@@ -40,7 +40,7 @@ def test_the_results_can_be_repeated_from_their_file(finished):
 
 def test_without_a_card_it_says_what_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    main(["--models", "sd35_medium", "--repetitions", "1", "--output", str(tmp_path)])
+    main(["--models", "flux_dev", "--repetitions", "1", "--output", str(tmp_path)])
     assert "no CUDA device here" in capsys.readouterr().out
     assert (tmp_path / "real_models_small.json").is_file()
 

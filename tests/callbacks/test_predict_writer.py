@@ -1,11 +1,12 @@
 import json
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
 from callbacks.predict_writer import PredictWriter
-from tests.callbacks.miniature import PROMPTS, MeanPixel, make_module
+from tests.callbacks.miniature import PROMPTS, ByPrompt, MeanPixel, make_module
 
 
 def test_every_image_is_written_and_indexed(make_trainer, make_data, tmp_path):
@@ -36,3 +37,14 @@ def test_without_rewards_there_are_no_scores(make_trainer, make_data, tmp_path):
     assert json.loads(text) == {
         "prompt": "größer", "file": "00000_0.png", "prompt_index": 0, "image_index": 0, "seed": 0,
     }  # fmt: skip
+
+
+def test_an_image_that_a_reward_cannot_judge_is_still_written(make_trainer, make_data, tmp_path):
+    data = make_data(prompts=[{"prompt": "known"}, {"prompt": "plain"}], images_per_prompt=1)
+    reward = ByPrompt({"plain": KeyError("include")}, default=0.5)
+    with pytest.warns(UserWarning, match=r"reward 'judge' failed in the prediction on prompt 'plain'.*no score"):
+        make_trainer(PredictWriter({"judge": reward})).predict(make_module(), datamodule=data)
+    folder = tmp_path / "run" / "predictions"
+    entries = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    assert [entry["scores"] for entry in entries] == [{"judge": 0.5}, {"judge": None}]
+    assert all((folder / entry["file"]).is_file() for entry in entries)

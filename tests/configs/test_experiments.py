@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
 
-from benchmarks.plan import plan_config, summary
+from benchmarks.plan import plan_config, read_config, summary
 from lightning_modules.policies import flux, sd3, wan
 from lightning_modules.policies.loading import DTYPES, Parts
 from lightning_modules.schedules.native import Native
@@ -29,7 +30,18 @@ FAMILY = {
     "wan21_14b": "wan21",
     "wan22_ti2v_5b": "wan22",
 }
-every_experiment = pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+
+
+def name(file):
+    return f"{file.parent.name}/{file.stem}"
+
+
+def first(file):
+    """One of each model's."""
+    return file == min(EXPERIMENTS, key=lambda other: (other.parent != file.parent, other.name))
+
+
+every_experiment = pytest.mark.parametrize("file", EXPERIMENTS, ids=name)
 
 
 def read(file):
@@ -62,25 +74,27 @@ def tiny_weights(monkeypatch):
     return asked
 
 
-def shrunk(file, root):
-    """The experiment's command line, with everything that has a size made small."""
+def small(file):
+    """(argument of the policy -> value, argument of ``LeanGRPO`` -> value) that make the experiment one of seconds."""
     config, family = read(file), FAMILY[file.parent.name]
-    node, place = policy_node(config)
-    small = {
+    frames = min(policy_node(config)[0]["frames"], 5)
+    size = {"height": SIZE[family], "width": 2 * SIZE[family], "frames": frames, "max_sequence_length": TOKENS}
+    steps = min(config["model"]["init_args"]["num_steps"], 8)
+    return size, {"num_steps": steps, "eval_num_steps": 2, "generations_per_prompt": 2, "micro_batch": 2}
+
+
+def command_line(file, root):
+    """The experiment's own, with everything that has a size made small."""
+    policy, loop = small(file)
+    options = {
         "--trainer.accelerator": "cpu",
         "--trainer.default_root_dir": root,
         "--data.init_args.prompts_per_step": 1,
         "--data.init_args.iterations": 2,
-        "--model.init_args.generations_per_prompt": 2,
-        "--model.init_args.micro_batch": 2,
-        "--model.init_args.num_steps": min(config["model"]["init_args"]["num_steps"], 8),
-        "--model.init_args.eval_num_steps": 2,
-        f"{place}.height": SIZE[family],
-        f"{place}.width": 2 * SIZE[family],
-        f"{place}.frames": min(node["frames"], 5),
-        f"{place}.max_sequence_length": TOKENS,
+        **{f"--model.init_args.{name}": value for name, value in loop.items()},
+        **{f"{policy_node(read(file))[1]}.{name}": value for name, value in policy.items()},
     }
-    return ["fit", "--config", str(file), *(str(part) for option in small.items() for part in option)]
+    return ["fit", "--config", str(file), *(str(part) for option in options.items() for part in option)]
 
 
 def colour(images):
@@ -89,23 +103,28 @@ def colour(images):
 
 
 @every_experiment
-def test_it_runs_from_its_command_line_and_trains_under_every_schedule(file, tiny_weights, tmp_path, capsys):
-    """Parsed, linked and instantiated by the command line, which trains two iterations under the config's own schedule;
-    then two iterations under each schedule from the same start, which must tell the same story."""
-    cli = main(shrunk(file, tmp_path / "runs"))
-    asked, model = tiny_weights, cli.model
-    assert (asked["path"], asked["family"]) == (policy_node(read(file))[0]["path"], FAMILY[file.parent.name])
-    assert model.iteration == 2 and (tmp_path / "runs/version_0/plan.json").is_file()
-    assert f"under {type(model.schedule).__name__}" in capsys.readouterr().out
-    exported = tmp_path / "runs/version_0/export/iteration_000002"
-    assert any(exported.iterdir())
-    start, stories = as_before_training(model), {}
+def test_it_trains_the_same_way_under_every_schedule(file, tiny_weights, tmp_path):
+    """Two iterations of each, from the same start on the same noise."""
+    parser, config = read_config(file)
+    policy, loop = small(file)
+    node = config.model.init_args.policy.init_args
+    (node.policy.init_args if "policy" in node else node).update(Namespace(policy))
+    config.model.init_args.update(Namespace(loop))
+    model = parser.instantiate_classes(config).model
+    start, stories = copy.deepcopy(model.state_dict()), {}
     for schedule in (Native(), Retain(), Reweight()):
         model.load_state_dict(start)
         model.schedule, model.iteration = schedule, 0
-        stories[type(schedule)] = fit(model, 2, root=tmp_path, scorer=Scorer(colour), prompts=["a red circle"])
-        moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, start[name])]
-        assert moved and set(moved) <= trained(model)
+        stories[type(schedule)] = fit(
+            model,
+            2,
+            root=tmp_path,
+            scorer=Scorer(colour),
+            prompts=["a red circle"],
+            precision=config.trainer["precision"],
+        )
+        moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, start[name])}
+        assert moved and moved <= {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for story in stories.values():
         for ours, natives in zip(story, stories[Native], strict=True):
             assert ours["grad_norm"] > 0
@@ -113,17 +132,20 @@ def test_it_runs_from_its_command_line_and_trains_under_every_schedule(file, tin
                 assert ours[name] == pytest.approx(natives[name], rel=0.05), name
 
 
-def as_before_training(model):
-    """The weights, with adapters that add nothing."""
-    state = copy.deepcopy(model.state_dict())
-    for name, tensor in state.items():
-        if ".lora_B." in name:
-            tensor.zero_()
-    return state
-
-
-def trained(model):
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+@pytest.mark.parametrize(
+    "file", [pytest.param(f, marks=() if first(f) else pytest.mark.slow) for f in EXPERIMENTS], ids=name
+)
+def test_its_command_line_runs(file, tiny_weights, tmp_path, capsys):
+    """Parsed, linked, instantiated and trained as a user does it, with the callbacks, the plan and the export."""
+    cli = main(command_line(file, tmp_path / "runs"))
+    assert (tiny_weights["path"], tiny_weights["family"]) == (
+        policy_node(read(file))[0]["path"],
+        FAMILY[file.parent.name],
+    )
+    assert cli.model.iteration == 2
+    assert f"under {type(cli.model.schedule).__name__}" in capsys.readouterr().out
+    assert (tmp_path / "runs/version_0/plan.json").is_file()
+    assert any((tmp_path / "runs/version_0/export/iteration_000002").iterdir())
 
 
 @every_experiment

@@ -238,6 +238,43 @@ def test_dropped_samples_are_counted_and_the_rest_goes_on(tmp_path):
         fit(module(), 1, root=tmp_path, scorer=Scorer(lambda images: torch.full((len(images),), math.nan)))
 
 
+def test_a_monitored_reward_without_any_score_stops_nothing(tmp_path):
+    class Monitored(Scorer):
+        def on_rollout_end(self, trainer, pl_module, samples, scores):
+            super().on_rollout_end(trainer, pl_module, samples, scores)
+            scores.values["broken"], scores.weights["broken"] = torch.full((len(samples),), math.nan), 0.0
+
+    metrics = fit(module(), 1, root=tmp_path, scorer=Monitored())[0]
+    assert math.isnan(metrics["reward/broken"]) and math.isnan(metrics["reward/broken_group_std"])
+    assert metrics["dropped_samples"] == 0 and metrics["grad_norm"] > 0
+
+
+def test_rewards_beyond_float64_are_refused_not_dropped(tmp_path):
+    for scale, message in ((1e300, "no finite standard deviation"), (1e308, "overflows float64")):
+
+        class Huge(Scorer):
+            def on_rollout_end(self, trainer, pl_module, samples, scores):
+                scores.values["reward"] = torch.linspace(0.5, 1, len(samples), dtype=torch.float64) * scale  # noqa: B023
+                scores.weights["reward"] = 2.0
+
+        with pytest.raises(ValueError, match=message):
+            fit(module(), 1, root=tmp_path, scorer=Huge())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS wants its loss again"),
+        ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau wants a metric"),
+    ],
+)
+def test_what_steps_on_more_than_the_gradient_is_refused_before_any_work(options, message, tmp_path):
+    scorer = Scorer()
+    with pytest.raises(ValueError, match=message):
+        fit(module(**options), 1, root=tmp_path, scorer=scorer)
+    assert scorer.sizes == []
+
+
 def test_equal_rewards_move_nothing(tmp_path):
     model = module(lr=1.0)
     before = copy.deepcopy(model.policy.state_dict())
@@ -285,6 +322,9 @@ def test_sampling_is_reproducible_and_independent_of_the_batch():
         ({"groups_in_flight": 0}, "groups_in_flight=0"),
         ({"micro_batch": 0}, "micro_batch=0"),
         ({"beta": -1.0}, "beta=-1"),
+        ({"beta": math.nan}, "beta=nan"),
+        ({"beta": math.inf}, "beta=inf.*finite"),
+        ({"eval_num_steps": 0}, "num_steps = 0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0.*null"),
         ({"clip_range": 0.0}, "clip_range=0.0"),
         ({"window": FixedWindow(3, 1), "transition": CPS(0.8)}, r"no noise at step\(s\) \[3\]"),
@@ -321,6 +361,13 @@ def test_trainers_that_are_not_proven_are_refused(world_size, precision, message
     model._trainer = SimpleNamespace(world_size=world_size, precision=precision)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=message):
         model.setup("fit")
+
+
+def test_an_endless_run_is_refused_at_its_start(tmp_path):
+    scorer = Scorer()
+    with pytest.raises(ValueError, match="max_epochs=-1: one epoch is the whole run"):
+        fit(module(), 1, root=tmp_path, scorer=scorer, max_epochs=-1)
+    assert scorer.sizes == []
 
 
 def test_a_diverged_policy_stops_with_step_and_prompt(tmp_path):

@@ -79,7 +79,7 @@ def _without_weights(arguments: Namespace, name: str, model: str) -> None:
             device="meta",
             smaller=None,
             smaller_vae=None,
-            options=options | {"embedding_cache": None},
+            options=options | {"embedding_cache": None, "text_device": "cpu"},
         ),
     )
 

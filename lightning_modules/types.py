@@ -161,6 +161,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def to(self, device: torch.device | str, **options: Any) -> Samples:
+        """The same samples with their images there (Lightning moves what ``predict`` returns)."""
+        return replace(self, images=self.images.to(device, **options))
+
 
 @dataclass(kw_only=True)
 class Scores:

@@ -166,7 +166,7 @@ def test_the_header_says_what_made_the_weights(weights):
     with safe_open(weights, framework="pt") as file:
         header = file.metadata()
     assert json.loads(header["made_by"]) == {"seed": 0}
-    assert json.loads(header["architecture"]) == {**TINY, "patch_size": 4}
+    assert json.loads(header["architecture"]) == {**TINY, "patch_size": 8}
     assert header["vocabulary"].split() == list(shapes.VOCABULARY)
 
 

@@ -7,8 +7,9 @@ FLUX.1-dev as in LeanGRPO's (arXiv 2609.03528) setting: bf16, 512 x 512, LoRA r6
 are trained, 8 generations; SD3.5-Medium as FlowGRPO trains it without guidance: 10 steps of which 9 are trained. One group
 is rolled out, decoded by a VAE of the released size, scored and trained on. Schedules take turns, after a warm-up each.
 
-It needs one CUDA card of 80 GB and takes less than 8 minutes on a recent one. Without one, or with ``--quick``, it runs the
-same script on small architectures on the CPU, which says that it works and nothing about time or memory.
+It needs one CUDA card of 80 GB, and is sized for 8 minutes on a recent one (an estimate: no such run is on record yet).
+Without one, or with ``--quick``, it runs the same script on small architectures on the CPU, which says that it works and
+nothing about time or memory.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ _SMALLER = {
 _SMALLER_VAE = {"block_out_channels": [4, 4, 4, 4], "norm_num_groups": 2, "layers_per_block": 1}
 QUICK = {
     name: replace(
-        case, num_steps=3, generations=2, micro_batch=2, device="cpu", dtype="float32", smaller=_SMALLER[name], smaller_vae=_SMALLER_VAE,
+        case, num_steps=3, generations=2, micro_batch=2, device="cpu", dtype="float32",
+        smaller=_SMALLER[name], smaller_vae=_SMALLER_VAE,
         options=case.options | {"height": 32, "width": 32, "max_sequence_length": 4},
     )
     for name, case in FULL.items()

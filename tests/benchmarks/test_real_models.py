@@ -1,5 +1,7 @@
 """The script of the real backbones, on its small preset."""
 
+import contextlib
+import io
 import json
 
 import pytest
@@ -11,13 +13,16 @@ from benchmarks.real_models import FULL, QUICK, main
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """(results, JSON file) of the whole small preset."""
-    folder = tmp_path_factory.mktemp("results")
-    return main(["--quick", "--repetitions", "1", "--output", str(folder)]), folder / "real_models_small.json"
+    """(results, JSON file, what was printed) of a run without a card."""
+    folder, printed = tmp_path_factory.mktemp("results"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        results = main(["--repetitions", "1", "--output", str(folder)])
+    return results, folder / "real_models_small.json", printed.getvalue()
 
 
 def test_every_model_and_schedule_is_measured(finished):
-    results, _ = finished
+    results, _, _ = finished
     assert [(r.model, r.schedule) for r in results] == [
         (model, schedule) for model in FULL for schedule in ("Native", "Retain", "Reweight")
     ]
@@ -31,18 +36,26 @@ def test_every_model_and_schedule_is_measured(finished):
 
 
 def test_the_results_can_be_repeated_from_their_file(finished):
-    results, file = finished
+    results, file, _ = finished
     written = json.loads(file.read_text())
-    assert written["command"].startswith("python -m benchmarks.real_models --quick --repetitions 1")
+    assert written["command"].startswith("python -m benchmarks.real_models --repetitions 1")
     assert written["settings"] == {"preset": "small", "repetitions": 1, "models": ["flux_dev", "sd35_medium"]}
     assert [u["schedule"] for u in written["results"]["updates"]] == [r.schedule for r in results]
 
 
-def test_without_a_card_it_says_what_is_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    main(["--models", "flux_dev", "--repetitions", "1", "--output", str(tmp_path)])
-    assert "no CUDA device here" in capsys.readouterr().out
-    assert (tmp_path / "real_models_small.json").is_file()
+def test_without_a_card_it_says_what_is_missing(finished):
+    _, _, printed = finished
+    assert "no CUDA device here" in printed and "need one card of 80 GB" in printed
+    assert printed.count("not measured") == 6  # peak memory of every line
+
+
+def test_quick_is_small_even_with_a_card(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr("benchmarks.real_models.run", lambda case, repetitions: ran.append((case, repetitions)) or [])
+    main(["--quick", "--models", "flux_dev", "--repetitions", "3", "--output", str(tmp_path)])
+    assert ran == [(QUICK["flux_dev"], 3)] and QUICK["flux_dev"].device == "cpu"
 
 
 def test_the_full_preset_is_the_papers_and_the_released_size():

@@ -204,7 +204,7 @@ class LeanGRPO(LightningModule):
         """Announce the samples to the trainer's callbacks -> total reward ``[n]`` float64, NaN = dropped."""
         scores = Scores()
         with iteration.clock("reward"), torch.no_grad():
-            for callback in self.trainer.callbacks:
+            for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
                 hook = getattr(callback, "on_rollout_end", None)
                 if hook is not None:
                     hook(self.trainer, self, samples, scores)

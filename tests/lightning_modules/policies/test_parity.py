@@ -83,5 +83,7 @@ def test_latents_and_images_are_the_pipelines(family, size, frames, guidance, ne
     my_latents, my_images = sample(mine, initial, grid=shared(family).scheduler.sigmas.tolist())
     assert my_images.shape == images.shape == ((2, 3, frames, *size) if family.startswith("wan") else (2, 3, *size))
     for got, expected in ((my_latents, latents), (my_images, images)):
-        assert (got - expected).norm() < 1e-5 * expected.norm()  # relative L2: single elements depend on the thread count
+        assert (
+            got - expected
+        ).norm() < 1e-5 * expected.norm()  # relative L2: single elements depend on the thread count
     assert images.std() > 0.05  # no flat picture, which would agree with anything

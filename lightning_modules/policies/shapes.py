@@ -148,7 +148,7 @@ class ShapesPolicy(Policy):
         dtype = self.transformer.dtype
         clean = self.transformer(
             hidden_states=latents.to(dtype),
-            timestep=1000.0 * sigma.to(dtype),
+            timestep=1000.0 * sigma,  # not cast: bf16 would round it to a few steps
             encoder_hidden_states=conditioning.tensors["text"].to(dtype),
             pooled_projections=conditioning.tensors["pooled"].to(dtype),
             return_dict=False,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_modules.policies.activation_checkpointing import set_activation_checkpointing
 from lightning_modules.policies.base import FrozenParts, Policy, Reference
-from lightning_modules.policies.lora import LoRA, inject
+from lightning_modules.policies.lora import LoRA, adapter_layers, inject
 from lightning_modules.policies.reference import reference_of
 from lightning_modules.policies.text import PipelineText, TextEncoder
 from lightning_modules.policies.text_cache import EmbeddingCache
@@ -105,6 +105,10 @@ class DiffusersPolicy(Policy):
             self._cache = EmbeddingCache(embedding_cache, f"{text.identity()} {self.max_sequence_length} tokens")
         self.transformer = transformer
         if self.lora is None:
+            if adapter_layers(transformer):
+                raise ValueError(
+                    f"trainable='full' on a {type(transformer).__name__} with adapters: fuse them into the weights first"
+                )
             transformer.requires_grad_(True)
         else:
             inject(transformer, self.lora)

@@ -10,6 +10,7 @@ rounded there, the same way in the rollout and in a recomputation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class FluxPolicy(DiffusersPolicy):
     """Text to image. Size: multiples of 16 (VAE 8 x patch 2).
 
     Args:
-        guidance: the embedded guidance scale, any number, 0 and 1 included; ``None``: the model embeds none (FLUX.1-schnell).
+        guidance: the embedded guidance scale, at least 0, 0 and 1 included; ``None``: the model embeds none (FLUX.1-schnell).
             Rollout, update and evaluation use the same.
         options: see ``DiffusersPolicy``.
 
@@ -67,6 +68,10 @@ class FluxPolicy(DiffusersPolicy):
     default_max_sequence_length = 512
 
     def __init__(self, *, guidance: float | None = 3.5, **options: Any) -> None:
+        if guidance is not None and not (math.isfinite(guidance) and guidance >= 0):
+            raise ValueError(
+                f"guidance={guidance}: give a finite number of at least 0, or null for a model that embeds none"
+            )
         self.guidance = guidance
         super().__init__(**options)
 

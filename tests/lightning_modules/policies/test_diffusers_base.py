@@ -273,6 +273,18 @@ def test_a_transformer_of_another_family_is_refused():
         POLICIES["sd3"](transformer=pipe.transformer, text=None, vae=None, height=8, width=8)
 
 
+def test_full_training_refuses_a_transformer_with_adapters():
+    adapted = policy("sd3").transformer
+    with pytest.raises(ValueError, match="with adapters: fuse them"):
+        POLICIES["sd3"](transformer=adapted, text=None, vae=None, height=32, width=32, trainable="full")
+
+
+def test_flux_refuses_an_impossible_guidance():
+    for guidance in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match=f"guidance={guidance}: give a finite number"):
+            policy("flux", guidance=guidance)
+
+
 def test_a_policy_without_encoders_or_vae_says_so():
     mine = POLICIES["sd3"](transformer=sd3_transformer(), text=None, vae=None, height=32, width=32)
     with pytest.raises(ValueError, match="no text encoders: give text"):

@@ -41,7 +41,8 @@ def plan_config(file: str | Path, device: str = "cpu") -> Plan:
     """Plan the run of a config. Errors: ``ValueError`` if its policy is no pretrained one of a released architecture."""
     parser, config = read_config(file)
     _without_weights(config.model.init_args, "policy", Path(file).parent.name)
-    objects: Any = parser.instantiate_classes(config)
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in jsonargparse 4.49
+    objects: Any = instantiate(config)
     model = objects.model
     precision = config.trainer.get("precision")
     if precision == "bf16-true":

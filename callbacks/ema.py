@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
 from lightning_modules.lean_grpo import LeanGRPO
+from lightning_modules.parallel.tensors import laid_out_like, swapped_in, whole
 
 
 class EMA(Callback):
@@ -44,14 +45,8 @@ class EMA(Callback):
     @contextmanager
     def swapped(self, pl_module: LeanGRPO) -> Iterator[None]:
         """Inside, the parameters hold the average; afterwards, also after an exception, the very tensors of before."""
-        trained = {name: parameter.data for name, parameter in _trainable(pl_module).items()}
-        try:
-            for name, parameter in _trainable(pl_module).items():
-                parameter.data = self.weights[name].to(parameter.dtype)
+        with swapped_in(_trainable(pl_module), self.weights):
             yield
-        finally:
-            for name, parameter in _trainable(pl_module).items():
-                parameter.data = trained[name]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LeanGRPO) -> None:
         if not self.weights:
@@ -82,7 +77,7 @@ class EMA(Callback):
         pl_module.evaluation_weights = nullcontext
 
     def state_dict(self) -> dict[str, Any]:
-        return {"updates": self.updates, "weights": self.weights}
+        return {"updates": self.updates, "weights": {name: whole(weight) for name, weight in self.weights.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.updates, self.weights = state_dict["updates"], dict(state_dict["weights"])
@@ -98,7 +93,7 @@ class EMA(Callback):
             return
         if {n: p.shape for n, p in parameters.items()} != {n: w.shape for n, w in self.weights.items()}:
             raise ValueError("the checkpoint's averaged weights are of other parameters: use the run's own config.yaml")
-        self.weights = {name: weight.to(parameters[name].device) for name, weight in self.weights.items()}
+        self.weights = {name: laid_out_like(weight, parameters[name]) for name, weight in self.weights.items()}
         pl_module.evaluation_weights = lambda: self.swapped(pl_module)
 
 

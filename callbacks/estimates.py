@@ -12,7 +12,6 @@ harder than others cancels. Source: Miller 2024, "Adding Error Bars to Evals" (a
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +102,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[str, str]] = {}
-        self._scores: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._scores: dict[int, dict[str, dict[int, float]]] = {}
 
     def __len__(self) -> int:
         """Prompts seen so far."""
@@ -114,8 +113,16 @@ class Tally:
         for i, prompt in enumerate(samples.rows.prompt.tolist()):
             tag = samples.metadata[i].get("tag", "")
             self._prompts[prompt] = (samples.prompts[i], tag if isinstance(tag, str) else "")
+            image = int(samples.rows.generation[i])
             for name, values in scores.items():
-                self._scores[prompt][name].append(values[i].item())
+                self._scores.setdefault(prompt, {}).setdefault(name, {})[image] = values[i].item()
+
+    def merge(self, other: Tally) -> None:
+        """Take over what another rank collected: other images, maybe of the same prompts."""
+        self._prompts |= other._prompts
+        for prompt, scores in other._scores.items():
+            for name, values in scores.items():
+                self._scores.setdefault(prompt, {}).setdefault(name, {}).update(values)
 
     def evaluation(self, iteration: int) -> Evaluation:
         """What was collected; at least one sample."""
@@ -126,8 +133,10 @@ class Tally:
             prompts=tuple(self._prompts[p][0] for p in order),
             tags=tuple(self._prompts[p][1] for p in order),
             images=tuple(len(self._scores[p][names[0]]) for p in order),
-            means={
-                n: torch.stack([torch.tensor(self._scores[p][n], dtype=torch.float64).mean() for p in order])
-                for n in names
-            },
+            means={n: torch.stack([_mean(self._scores[p][n]) for p in order]) for n in names},
         )
+
+
+def _mean(scores: dict[int, float]) -> Tensor:
+    """Of a prompt's images, in their order, so that no sum depends on who drew them."""
+    return torch.tensor([scores[image] for image in sorted(scores)], dtype=torch.float64).mean()

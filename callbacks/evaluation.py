@@ -82,14 +82,19 @@ class HeldOutEvaluation(Callback):
     def _evaluate(self, trainer: Trainer, pl_module: LeanGRPO, batches: Iterable[EvalBatch], name: str) -> Evaluation:
         start, tally = time.perf_counter(), Tally()
         say(f"evaluating {name} prompts at iteration {pl_module.iteration} ...")
-        with undisturbed(pl_module):
-            for samples in draw_samples(trainer, pl_module, batches):
-                self._score(tally, samples, f"the held-out evaluation at iteration {pl_module.iteration}")
-        evaluation = tally.evaluation(pl_module.iteration)
+        when = f"the held-out evaluation at iteration {pl_module.iteration}"
+
+        def draw_and_score() -> Tally:
+            with undisturbed(pl_module):
+                for samples in draw_samples(trainer, pl_module, batches):
+                    self._score(tally, samples, when)
+            return tally
+
+        evaluation = _joined(pl_module.ranks.share(draw_and_score, when)).evaluation(pl_module.iteration)
         _log(trainer, evaluation, name)
         self.seconds += time.perf_counter() - start
         result = evaluation.estimate(self.main)
-        say(f"{name} {self.main} {result.mean:.3f} +- {result.stderr:.3f} ({len(tally)} prompts)")
+        say(f"{name} {self.main} {result.mean:.3f} +- {result.stderr:.3f} ({len(evaluation.prompts)} prompts)")
         return evaluation
 
     def _score(self, tally: Tally, samples: Samples, when: str) -> None:
@@ -111,12 +116,14 @@ class HeldOutEvaluation(Callback):
         self._tally = Tally()
 
     def _collect(self, pl_module: LeanGRPO, samples: Samples, when: str) -> None:
-        with undisturbed(pl_module):
-            self._score(self._tally, samples, when)
+        if len(samples):
+            with undisturbed(pl_module):
+                self._score(self._tally, samples, when)
 
     def _finish(self, trainer: Trainer, pl_module: LeanGRPO, name: str) -> None:
-        if len(self._tally):
-            evaluation = self._tally.evaluation(pl_module.iteration)
+        tally = _joined(pl_module.ranks.gather(self._tally))
+        if len(tally):
+            evaluation = tally.evaluation(pl_module.iteration)
             fitting = trainer.state.fn == TrainerFn.FITTING
             if fitting:
                 _log(trainer, evaluation, name)
@@ -157,6 +164,14 @@ class HeldOutEvaluation(Callback):
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LeanGRPO) -> None:
         self._finish(trainer, pl_module, "test")
+
+
+def _joined(tallies: list[Tally]) -> Tally:
+    """What all ranks collected."""
+    joined = Tally()
+    for tally in tallies:
+        joined.merge(tally)
+    return joined
 
 
 def _log(trainer: Trainer, evaluation: Evaluation, name: str) -> None:

@@ -38,7 +38,8 @@ def draw_samples(trainer: Trainer, pl_module: LeanGRPO, batches: Iterable[EvalBa
     for index, batch in enumerate(batches):
         with trainer.precision_plugin.test_step_context():
             samples = pl_module.test_step(batch, index)
-        yield samples
+        if len(samples):
+            yield samples
 
 
 def held_out_batches(trainer: Trainer) -> Iterable[EvalBatch]:

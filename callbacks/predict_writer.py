@@ -33,7 +33,7 @@ class PredictWriter(Callback):
 
     def __init__(self, rewards: dict[str, Reward] | None = None) -> None:
         self.rewards = {} if rewards is None else check_rewards(rewards)
-        self._lines: list[str] = []
+        self._lines: list[tuple[int, int, str]] = []
 
     def on_predict_start(self, trainer: Trainer, pl_module: LeanGRPO) -> None:
         self._lines = []
@@ -48,6 +48,8 @@ class PredictWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        if not len(outputs):
+            return
         scores = {name: _score(name, reward, outputs) for name, reward in self.rewards.items()}
         for i, picture in enumerate(to_pictures(outputs.images)):
             prompt, image = int(outputs.rows.prompt[i]), int(outputs.rows.generation[i])
@@ -63,12 +65,15 @@ class PredictWriter(Callback):
             }
             if scores:
                 entry["scores"] = finite({name: values[i].item() for name, values in scores.items()})
-            self._lines.append(json.dumps(entry, ensure_ascii=False))
+            self._lines.append((prompt, image, json.dumps(entry, ensure_ascii=False)))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LeanGRPO) -> None:
+        self._lines = sorted(line for lines in pl_module.ranks.gather(self._lines) for line in lines)
+        if not trainer.is_global_zero:
+            return
         folder = run_folder(trainer) / "predictions"
         with replacing(folder / INDEX) as temporary:
-            temporary.write_text("".join(line + "\n" for line in self._lines), encoding="utf-8")
+            temporary.write_text("".join(line + "\n" for _, _, line in self._lines), encoding="utf-8")
         print(f"{len(self._lines)} images in {folder}")
 
 

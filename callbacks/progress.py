@@ -9,13 +9,16 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_modules.lean_grpo import LeanGRPO
 from lightning_modules.types import PromptBatch
 
 
 def say(text: str) -> None:
-    """Print a line, above the bar if one is on the screen."""
+    """Print a line, above the bar if one is on the screen; of several ranks the first one does."""
+    if rank_zero_only.rank:
+        return
     Tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
 

@@ -1,4 +1,8 @@
-"""What the evaluation loaders yield: every prompt of a file times n images, a slice of rows at a time."""
+"""What the evaluation loaders yield: every prompt of a file times n images, a slice of rows at a time.
+
+Of several ranks, rank r takes rows r, r + R, r + 2R, ...: no row twice, and all ranks yield the same number of batches,
+since drawing an image is a collective where the policy is sharded.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,17 @@ class EvalBatch:
     """[n] int64, the prompt's position in its file, 0-based."""
     image_index: Tensor
     """[n] int64, which of the prompt's images, 0..images_per_prompt - 1."""
+    surplus: bool = False
+    """Whether the row is another rank's, handed out because none is left for this one: to be drawn where ranks must keep
+    step, and never counted."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
 
 class EvalLoader:
-    """Iterable of :class:`EvalBatch`: each (prompt, image) row exactly once, prompt by prompt, ``batch_size`` rows at a
-    time, the last batch maybe shorter.
+    """Iterable of :class:`EvalBatch`: each (prompt, image) row exactly once over all ranks, prompt by prompt,
+    ``batch_size`` rows at a time, the last batch maybe shorter.
 
     A plain iterable, not a ``DataLoader``: there is nothing to fetch, and Lightning leaves it as it is.
 
@@ -44,10 +51,18 @@ class EvalLoader:
         images_per_prompt: >= 1.
         batch_size: rows per batch, >= 1.
         indices: the prompts to use, as positions in ``prompts``; all by default. ``prompt_index`` keeps the position.
+        rank, ranks: which share of the rows this process draws.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], images_per_prompt: int, batch_size: int, indices: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        images_per_prompt: int,
+        batch_size: int,
+        indices: Sequence[int] | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         for name, value in (("images_per_prompt", images_per_prompt), ("batch_size", batch_size)):
             if value < 1:
@@ -55,16 +70,21 @@ class EvalLoader:
         chosen = range(len(prompts)) if indices is None else indices
         self._prompts = prompts
         self._batch_size = batch_size
-        self._rows = [(prompt, image) for prompt in chosen for image in range(images_per_prompt)]
+        self._all = [(prompt, image) for prompt in chosen for image in range(images_per_prompt)]
+        self._rows = self._all[rank::ranks]
+        self._busiest = -(-len(self._all) // ranks)
 
     def __len__(self) -> int:
-        return -(-len(self._rows) // self._batch_size)
+        return -(-self._busiest // self._batch_size)
 
     def __iter__(self) -> Iterator[EvalBatch]:
-        for first in range(0, len(self._rows), self._batch_size):
+        for first in range(0, self._busiest, self._batch_size):
             rows = self._rows[first : first + self._batch_size]
+            surplus = not rows
+            rows = rows or self._all[:1]
             prompts = [self._prompts[index] for index, _ in rows]
             yield EvalBatch(
+                surplus=surplus,
                 prompts=tuple(prompt.text for prompt in prompts),
                 metadata=tuple(prompt.metadata for prompt in prompts),
                 prompt_index=torch.tensor([index for index, _ in rows]),

@@ -21,7 +21,8 @@ from datamodules.sampler import PromptSampler
 
 
 class PromptDataModule(L.LightningDataModule):
-    """Prompts from files. Training batches are ``PromptBatch``, evaluation batches ``EvalBatch``; every rank gets all.
+    """Prompts from files. Training batches are ``PromptBatch``, evaluation batches ``EvalBatch``. Every rank gets
+    all training batches, and its share of the evaluation rows.
 
     Paths are absolute, relative to the working directory, or relative to the repository, in this order.
 
@@ -118,7 +119,8 @@ class PromptDataModule(L.LightningDataModule):
         return batch
 
     def _eval_loader(self, prompts: list[Prompt], indices: list[int] | None = None) -> EvalLoader:
-        return EvalLoader(prompts, self.images_per_prompt, self.eval_batch_size, indices)
+        rank, ranks = (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+        return EvalLoader(prompts, self.images_per_prompt, self.eval_batch_size, indices, rank=rank, ranks=ranks)
 
     def _counter(self) -> Callable[[], int] | None:
         """The trained module's ``iteration``, or None where nothing counts (no Trainer, or a module without one)."""

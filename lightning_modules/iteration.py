@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_modules.advantages import Advantages, GroupAdvantage
-from lightning_modules.schedules.base import Schedule
-from lightning_modules.telemetry import Stopwatch, peak_memory_mib
+from lightning_modules.parallel.layout import Chunk, Layout, Round
+from lightning_modules.telemetry import Stopwatch, Tally, peak_memory_mib
 from lightning_modules.types import PromptBatch, Rollout, Rows, Samples, Scores
 
 
-class Iteration:
-    """The running books of one iteration: who is rolled out when, what was scored, what it cost."""
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Rewards of some samples, as they travel between ranks."""
 
-    def __init__(self, batch: PromptBatch, *, generations: int, device: torch.device) -> None:
-        self.batch, self.generations, self.device = batch, generations, device
+    rows: Rows
+    values: dict[str, Tensor]
+    """reward -> [n] float64, NaN = no score."""
+    total: Tensor
+    """[n] float64 weighted sum; NaN = dropped."""
+
+
+class Iteration:
+    """The running books of one iteration on one rank; what was scored is that of all ranks."""
+
+    def __init__(self, batch: PromptBatch, *, layout: Layout, device: torch.device) -> None:
+        self.batch, self.layout, self.device = batch, layout, device
         self.rollouts: list[Rollout] = []
         self.clock = Stopwatch(device)
         self.norms: list[tuple[float, float]] = []
         self.verified: dict[int, float] = {}
-        self.rows = {"forward": 0, "backward": 0}
-        self._scored: list[tuple[Rows, dict[str, Tensor], Tensor]] = []
-        self._schedule_metrics: dict[str, float] = {}
+        self._tally = Tally()
+        self._pending: list[tuple[Round, Rollout]] = []
+        self._scored: list[Scored] = []
 
-    def chunks(self, groups: int) -> Iterator[Rows]:
-        """The rows of ``groups`` prompts at a time, group by group."""
-        for start in range(0, len(self.batch), groups):
-            prompts = torch.arange(start, min(start + groups, len(self.batch)))
-            yield Rows(
-                prompt=prompts.repeat_interleave(self.generations),
-                generation=torch.arange(self.generations).repeat(len(prompts)),
-            )
+    def rolled_out(self, part: Round, rollout: Rollout) -> None:
+        """This rank has made its share of a round."""
+        self.rollouts.append(rollout)
+        self._pending.append((part, rollout))
 
     def samples(self, rows: Rows, images: Tensor) -> Samples:
         prompts = rows.prompt.tolist()
@@ -44,31 +52,24 @@ class Iteration:
             rows=rows,
         )
 
-    def record(self, samples: Samples, scores: Scores) -> Tensor:
-        """Check and keep what the scorers filled in -> total reward ``[n]``."""
-        if not any(scores.weights.get(name, 1.0) for name in scores.values):
-            raise ValueError(
-                "no callback scored the rollout: add callbacks.RewardScoring with at least one weighted reward"
-            )
-        total = torch.zeros(len(samples), dtype=torch.float64)
-        for name, values in scores.values.items():
-            if values.shape != total.shape or values.isinf().any():
-                raise ValueError(
-                    f"reward {name!r} gave scores of shape {tuple(values.shape)} for {len(samples)} samples (infinite: "
-                    f"{int(values.isinf().sum())}); give one finite score per sample, or NaN to drop it"
-                )
-            weight = scores.weights.get(name, 1.0)
-            if weight:
-                total += weight * values
-        if total.isinf().any():
-            raise ValueError("the weighted sum of the rewards overflows float64: scale the rewards down")
-        self._scored.append((samples.rows, dict(scores.values), total))
-        return total
+    def record(self, scored: Iterable[Scored]) -> None:
+        """Keep what was scored, by all ranks; in the order of the samples' ids, so that no sum depends on the layout."""
+        self._scored = _in_order([*self._scored, *scored])
 
-    def advantages(self, estimator: GroupAdvantage, chunk: Rows | None = None) -> Advantages:
-        """Of the chunk's groups, or of all the iteration's."""
+    def ready(self, chunk: Chunk) -> tuple[list[Rollout], list[int]]:
+        """After a chunk: the rollouts, not handed out before, all of whose round's groups are complete, and the prompts
+        whose advantages they need, with those of the groups that this chunk completes."""
+        done = [(part, rollout) for part, rollout in self._pending if part.closes <= chunk.stop]
+        self._pending = [(part, rollout) for part, rollout in self._pending if part.closes > chunk.stop]
+        prompts = set(chunk.closed).union(*(self.layout.prompts_of(part) for part, _ in done))
+        return [rollout for _, rollout in done], sorted(prompts)
+
+    def advantages(self, estimator: GroupAdvantage, prompts: Sequence[int] | None = None) -> Advantages:
+        """Of the groups of these prompts, or of all the iteration's."""
         rows, total = self._rows(), self._totals()
-        known = torch.isin(rows.prompt, (rows if chunk is None else chunk).prompt)
+        known = torch.ones(len(rows), dtype=torch.bool)
+        if prompts is not None:
+            known = torch.isin(rows.prompt, torch.tensor(prompts))
         return estimator(total[known], rows.prompt[known], rows.generation[known])
 
     def total_rewards(self) -> Tensor:
@@ -80,22 +81,30 @@ class Iteration:
             )
         return total
 
-    def count_rows(self, schedule: Schedule) -> None:
-        self.rows["forward"] += schedule.forward_rows
-        self.rows["backward"] += schedule.backward_rows
-        self._schedule_metrics = schedule.metrics()
+    def count(self, update: Tally) -> None:
+        """Add what one update cost and showed on this rank."""
+        self._tally += update
 
     def release(self) -> None:
         for rollout in self.rollouts:
             rollout.release()
         self.rollouts.clear()
+        self._pending.clear()
 
     def record_norm(self, before: float, after: float) -> None:
         """Gradient norm of one update, before and after clipping."""
         self.norms.append((before, after))
 
-    def metrics(self, estimator: GroupAdvantage) -> dict[str, float]:
-        """Scalars of the iteration, by the names the README's table explains."""
+    def tally(self) -> Tally:
+        """What the iteration cost and showed on this rank."""
+        largest = {"peak_memory_mib": peak_memory_mib(self.device)}
+        if self.verified:
+            largest["verify/ratio_deviation"] = max(self.verified.values())
+        seconds = {f"seconds/{phase}": s for phase, s in self.clock.seconds.items()}
+        return self._tally + Tally(largest=largest | seconds)
+
+    def metrics(self, estimator: GroupAdvantage, tallies: Iterable[Tally]) -> dict[str, float]:
+        """Scalars of the iteration, by the names the README's table explains. ``tallies``: of every rank."""
         total, rows = self.total_rewards(), self._rows()
         valid = total.isfinite()
         advantages = estimator(total, rows.prompt, rows.generation)
@@ -108,29 +117,57 @@ class Iteration:
             "advantage/max": values.abs().max().item(),
             "advantage/zero_groups": zero / len(advantages.groups),
             "dropped_samples": float((~valid).sum()),
-            "rows/forward": float(self.rows["forward"]),
-            "rows/backward": float(self.rows["backward"]),
-            "peak_memory_mib": peak_memory_mib(self.device),
-            **self._schedule_metrics,
+            **sum(tallies, Tally()).metrics(),
         }
-        for name in self._scored[0][1]:
-            scores = torch.cat([s[name] for _, s, _ in self._scored])
+        for name in self._scored[0].values:
+            scores = torch.cat([part.values[name] for part in self._scored])
             metrics[f"reward/{name}"] = scores[scores.isfinite()].mean().item()
             metrics[f"reward/{name}_group_std"] = _group_std(scores, rows)
         if self.norms:
             metrics["grad_norm"], metrics["grad_norm_clipped"] = max(self.norms)
-        if self.verified:
-            metrics["verify/ratio_deviation"] = max(self.verified.values())
-        return metrics | {f"seconds/{phase}": s for phase, s in self.clock.seconds.items()}
+        return metrics
 
     def _totals(self) -> Tensor:
-        return torch.cat([total for _, _, total in self._scored])
+        return torch.cat([part.total for part in self._scored])
 
     def _rows(self) -> Rows:
-        return Rows(
-            prompt=torch.cat([r.prompt for r, _, _ in self._scored]),
-            generation=torch.cat([r.generation for r, _, _ in self._scored]),
+        return Rows.joined([part.rows for part in self._scored])
+
+
+def weigh(samples: Samples, scores: Scores) -> Scored:
+    """What the scorers filled in, checked and added up. Errors: ``ValueError`` if nobody scored, or with scores of another
+    length or infinite ones."""
+    if not any(scores.weights.get(name, 1.0) for name in scores.values):
+        raise ValueError(
+            "no callback scored the rollout: add callbacks.RewardScoring with at least one weighted reward"
         )
+    total = torch.zeros(len(samples), dtype=torch.float64)
+    for name, values in scores.values.items():
+        if values.shape != total.shape or values.isinf().any():
+            raise ValueError(
+                f"reward {name!r} gave scores of shape {tuple(values.shape)} for {len(samples)} samples (infinite: "
+                f"{int(values.isinf().sum())}); give one finite score per sample, or NaN to drop it"
+            )
+        weight = scores.weights.get(name, 1.0)
+        if weight:
+            total += weight * values
+    if total.isinf().any():
+        raise ValueError("the weighted sum of the rewards overflows float64: scale the rewards down")
+    return Scored(rows=samples.rows, values=dict(scores.values), total=total)
+
+
+def _in_order(parts: list[Scored]) -> list[Scored]:
+    """One record, its samples ordered by prompt and generation."""
+    names = list(dict.fromkeys(name for part in parts for name in part.values))
+    rows = Rows.joined([part.rows for part in parts])
+    order = rows.order()
+    return [
+        Scored(
+            rows=rows[order],
+            values={name: torch.cat([part.values[name] for part in parts])[order] for name in names},
+            total=torch.cat([part.total for part in parts])[order],
+        )
+    ]
 
 
 def _group_std(values: Tensor, rows: Rows) -> float:
@@ -139,15 +176,3 @@ def _group_std(values: Tensor, rows: Rows) -> float:
     groups = [values[(rows.prompt == p) & values.isfinite()] for p in rows.prompt.unique()]
     stds = [group.std(correction=0) for group in groups if len(group)]
     return torch.stack(stds).mean().item() if stds else torch.nan
-
-
-def join_samples(samples: list[Samples]) -> Samples:
-    return Samples(
-        images=torch.cat([s.images for s in samples]),
-        prompts=sum((s.prompts for s in samples), ()),
-        metadata=sum((s.metadata for s in samples), ()),
-        rows=Rows(
-            prompt=torch.cat([s.rows.prompt for s in samples]),
-            generation=torch.cat([s.rows.generation for s in samples]),
-        ),
-    )

@@ -11,14 +11,15 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_modules.advantages import Advantages, GroupAdvantage
 from lightning_modules.flow.denoise import ReverseProcess, denoise
@@ -26,13 +27,21 @@ from lightning_modules.flow.noise import KeyedNoise
 from lightning_modules.flow.sigmas import Sigmas
 from lightning_modules.flow.transitions import ODE, Transition
 from lightning_modules.flow.windows import Window
-from lightning_modules.iteration import Iteration, join_samples
+from lightning_modules.iteration import Iteration, Scored, weigh
 from lightning_modules.objectives.step_weights import ConstantStepWeights, StepWeights
+from lightning_modules.parallel.drift import check_same_on_all
 from lightning_modules.parallel.gradients import LocalGradients
+from lightning_modules.parallel.layout import Chunk, Kind, Layout, Round
+from lightning_modules.parallel.lockstep import Lockstep, peers
+from lightning_modules.parallel.norms import clip_grad_norm
+from lightning_modules.parallel.ranks import Ranks
+from lightning_modules.parallel.replicated import ReplicatedGradients
+from lightning_modules.parallel.sharded import ShardedGradients
 from lightning_modules.policies.base import Policy, Reference
 from lightning_modules.policies.fingerprint import frozen_fingerprint
-from lightning_modules.schedules.base import Context, Schedule
+from lightning_modules.schedules.base import Context, Schedule, Sync
 from lightning_modules.state import ResumePoint, check_checkpoint, settle_loops, trained_part
+from lightning_modules.strategies import FSDP2Strategy, check_strategy
 from lightning_modules.types import Conditioning, PromptBatch, Request, Rollout, Rows, Samples, Scores
 
 if TYPE_CHECKING:
@@ -63,6 +72,13 @@ class LeanGRPO(LightningModule):
         eval_num_steps: steps of the deterministic sampler used for evaluation; ``None``: ``num_steps``.
         verify_every: every so many iterations a lean schedule re-forwards a few trained steps and logs
             ``verify/ratio_deviation``; 0 = never.
+        layout: ``shared``: all ranks work on the same prompt, each on other members of its group; ``per_rank``: each rank
+            on its own prompts. The gradient is the same.
+        sync: when the ranks' gradients are added up: ``per_step``, ``per_group`` or ``per_update``.
+        reduce_dtype: what gradients are added up in: ``float32`` (or wider, if they are), or ``bfloat16``: half the bytes.
+        rank_timeout: seconds after which a rank that does not arrive stops the run.
+        check_ranks_every: every so many iterations, and at the start, the ranks compare what must be the same on all of
+            them; 0 = never.
         seed: key of all noise of the run.
 
     Errors: ``ValueError`` naming the argument and the remedy, here or when training starts.
@@ -94,6 +110,11 @@ class LeanGRPO(LightningModule):
         same_initial_noise: bool = False,
         eval_num_steps: int | None = None,
         verify_every: int = 0,
+        layout: Kind = "shared",
+        sync: Sync = "per_update",
+        reduce_dtype: Literal["float32", "bfloat16"] = "float32",
+        rank_timeout: float = 1800.0,
+        check_ranks_every: int = 50,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -119,6 +140,19 @@ class LeanGRPO(LightningModule):
         )
         self.same_initial_noise = same_initial_noise
         self.verify_every = _at_least(verify_every, 0, "verify_every")
+        if sync not in get_args(Sync):
+            raise ValueError(f"sync={sync!r}: choose one of {', '.join(get_args(Sync))}")
+        if reduce_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"reduce_dtype={reduce_dtype!r}: choose float32 or bfloat16")
+        Layout(prompts=1, generations=generations_per_prompt, kind=layout)  # refuses an unknown layout now
+        self.layout: Kind = layout
+        self.sync: Sync = sync
+        self.reduce_dtype = reduce_dtype
+        self.check_ranks_every = _at_least(check_ranks_every, 0, "check_ranks_every")
+        self.rank_timeout = _above_zero(rank_timeout, "rank_timeout")
+        self.ranks = Ranks.alone()
+        """The processes of the run."""
+        self._kind = "single"
         self.seed = seed
         self.sigma_grid = sigmas(num_steps, policy.num_tokens)
         self.eval_sigma_grid = sigmas(num_steps if eval_num_steps is None else eval_num_steps, policy.num_tokens)
@@ -141,13 +175,16 @@ class LeanGRPO(LightningModule):
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         self.policy.eval()  # no dropout, neither in the rollout nor in the update
         self._resume_point.begin()
-        iteration = Iteration(batch, generations=self.generations_per_prompt, device=self.device)
+        self._check_ranks(batch)
+        iteration = Iteration(batch, layout=self._layout(len(batch)), device=self.device)
         try:
             self.schedule.begin(len(batch) * self.generations_per_prompt * self.trained_steps)
-            for chunk in iteration.chunks(self.groups_in_flight):
-                rollouts = self._roll_out(iteration, chunk)
+            for chunk in iteration.layout.chunks(self.groups_in_flight, self.micro_batch):
+                scored = self.ranks.share(partial(self._roll_out, iteration, chunk), f"iteration {self.iteration}")
+                iteration.record(part for parts in scored for part in parts)
                 if not self._holds_iteration:
-                    self._form_gradient(iteration, rollouts, iteration.advantages(self.advantage, chunk))
+                    rollouts, prompts = iteration.ready(chunk)
+                    self._form_gradient(iteration, rollouts, iteration.advantages(self.advantage, prompts))
             if self._holds_iteration:
                 for part in self.schedule.updates(iteration.rollouts):
                     self._form_gradient(iteration, part, iteration.advantages(self.advantage))
@@ -159,13 +196,15 @@ class LeanGRPO(LightningModule):
             self.schedule.release()
         self._complete(iteration)
 
-    def _requests(self, iteration: Iteration, chunk: Rows) -> Iterator[Request]:
-        """The chunk's micro-batches; each of its prompts is encoded once."""
-        batch, first = iteration.batch, int(chunk.prompt.min())
-        encoded = self._encode([batch.prompts[p] for p in chunk.prompt.unique().tolist()])
-        size = self.micro_batch or len(chunk)
-        for start in range(0, len(chunk), size):
-            rows = chunk[slice(start, start + size)]
+    def _requests(self, iteration: Iteration, chunk: Chunk) -> Iterator[tuple[Round, Request]]:
+        """This rank's micro-batches of a chunk; each of its prompts is encoded once."""
+        batch, layout = iteration.batch, iteration.layout
+        shares = [(part, layout.rows(part.start, part.stop, self.ranks.rank)) for part in chunk.rounds]
+        mine = sorted({p for _, rows in shares for p in rows.prompt.tolist()}) or [0]
+        encoded = self._encode([batch.prompts[p] for p in mine])
+        self._set_stand_in(encoded)
+        trained = partial(self.window.trained, len(self.step_weights), seed=self.seed, iteration=batch.iteration)
+        for part, rows in shares:
             noise = KeyedNoise(
                 seed=self.seed,
                 iteration=batch.iteration,
@@ -173,54 +212,70 @@ class LeanGRPO(LightningModule):
                 latent_shape=self.policy.latent_shape,
                 same_initial=self.same_initial_noise,
             )
-            trained = self.window.trained(len(self.step_weights), seed=self.seed, iteration=batch.iteration, rows=rows)
-            yield Request(
-                rows=rows,
-                conditioning=encoded.rows(rows.prompt - first),
-                initial=noise.initial().to(self.device),
-                noise=noise,
-                trained=trained,
-                stochastic=self.window.stochastic(trained),
+            steps = trained(rows=rows)
+            yield (
+                part,
+                Request(
+                    rows=rows,
+                    conditioning=encoded.rows(torch.searchsorted(torch.tensor(mine), rows.prompt)),
+                    initial=noise.initial().to(self.device),
+                    noise=noise,
+                    trained=steps,
+                    stochastic=self.window.stochastic(steps),
+                    peers=peers(layout, part, lambda rows: trained(rows=rows), self._in_step)
+                    if layout.ranks > 1
+                    else None,
+                ),
             )
 
-    def _roll_out(self, iteration: Iteration, chunk: Rows) -> list[Rollout]:
-        """Sample, decode and score the groups of a chunk. Streaming Reweight is given each micro-batch's rewards right
-        after its rollout; otherwise a chunk is scored at once."""
-        early, rollouts, samples = self.schedule.wants_rewards_early, [], []
-        for request in self._requests(iteration, chunk):
+    def _roll_out(self, iteration: Iteration, chunk: Chunk) -> list[Scored]:
+        """Sample, decode and score this rank's share of a chunk. Streaming Reweight is given each micro-batch's rewards
+        right after its rollout; otherwise a chunk is scored at once."""
+        early, samples, scored, failures = self.schedule.wants_rewards_early, [], [], []
+        for part, request in self._requests(iteration, chunk):
             with iteration.clock("rollout"):
-                rollouts.append(self.schedule.rollout(request))
-            iteration.rollouts.append(rollouts[-1])
+                rollout = self.schedule.rollout(request)
+            iteration.rolled_out(part, rollout)
+            if not len(request):
+                continue
             with iteration.clock("decode"), torch.no_grad():
-                samples.append(iteration.samples(request.rows, self.policy.decode(rollouts[-1].latents)))
-            if early:
-                rewards = self._score(iteration, samples.pop())
-                self.schedule.absorb(rollouts[-1], rewards)
+                samples.append(iteration.samples(request.rows, self.policy.decode(rollout.latents)))
+            if early and not failures:
+                try:
+                    scored.append(self._score(iteration, samples.pop()))
+                    self.schedule.absorb(rollout, scored[-1].total)
+                except Exception as error:
+                    if not self._in_step:
+                        raise
+                    failures.append(error)  # the other ranks wait for the rest of this one's policy calls
+        if failures:
+            raise failures[0]
         if samples:
-            self._score(iteration, join_samples(samples))
-        return rollouts
+            scored.append(self._score(iteration, Samples.joined(samples)))
+        return scored
 
-    def _score(self, iteration: Iteration, samples: Samples) -> Tensor:
-        """Announce the samples to the trainer's callbacks -> total reward ``[n]`` float64, NaN = dropped."""
+    def _score(self, iteration: Iteration, samples: Samples) -> Scored:
+        """Announce the samples to the trainer's callbacks, which score them."""
         scores = Scores()
         with iteration.clock("reward"), torch.no_grad():
             for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
                 hook = getattr(callback, "on_rollout_end", None)
                 if hook is not None:
                     hook(self.trainer, self, samples, scores)
-        return iteration.record(samples, scores)
+        return weigh(samples, scores)
 
     def _form_gradient(self, iteration: Iteration, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
         with iteration.clock("update"):
             self.schedule.backward(rollouts, advantages)
-        if (
-            self.schedule.lean
-            and self.verify_every
-            and self.iteration % self.verify_every == 0
-            and not iteration.verified
-        ):
+            self.schedule.close()
+        if self._verifies(iteration, rollouts):
             with iteration.clock("verify"):
                 iteration.verified = self.schedule.verify(rollouts[0])
+
+    def _verifies(self, iteration: Iteration, rollouts: Sequence[Rollout]) -> bool:
+        """Whether a lean schedule's claim is checked now, on the first of these rollouts."""
+        due = self.schedule.lean and self.verify_every and self.iteration % self.verify_every == 0
+        return bool(due and rollouts and not iteration.verified)
 
     def _update(self, iteration: Iteration) -> None:
         """Correction -> accumulation -> clipping -> optimizer step. An update to which nothing contributed is not taken:
@@ -236,11 +291,10 @@ class LeanGRPO(LightningModule):
                 self._resume_point.move()
                 optimizer.step()
                 optimizer.zero_grad()
-        iteration.count_rows(self.schedule)
+        iteration.count(self.schedule.tally())
 
     def _clip(self, parameters: list[torch.nn.Parameter]) -> float:
-        bound = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(parameters, bound).item()
+        norm = clip_grad_norm(parameters, math.inf if self.max_grad_norm is None else self.max_grad_norm)
         if not math.isfinite(norm):
             raise ValueError(
                 f"gradient norm {norm} in iteration {self.iteration}: the update was not taken; resume from the last "
@@ -344,11 +398,19 @@ class LeanGRPO(LightningModule):
         return conditioning.rows(torch.tensor([unique.index(p) for p in prompts]))
 
     def _evaluate(self, batch: Any) -> Samples:
-        images = self.sample(
-            batch.prompts, prompt_index=batch.prompt_index, image_index=batch.image_index, seed=self.eval_seed
+        """This rank's images; none of a surplus batch, which is drawn only where every rank must call the policy."""
+        images = torch.empty(0, 3, 1, 1)
+        if self._kind == "sharded" or not batch.surplus:
+            images = self.sample(
+                batch.prompts, prompt_index=batch.prompt_index, image_index=batch.image_index, seed=self.eval_seed
+            )
+        kept = slice(0, 0 if batch.surplus else len(images))
+        return Samples(
+            images=images[kept],
+            prompts=tuple(batch.prompts[kept]),
+            metadata=tuple(batch.metadata[kept]),
+            rows=Rows(prompt=batch.prompt_index[kept], generation=batch.image_index[kept]),
         )
-        rows = Rows(prompt=batch.prompt_index, generation=batch.image_index)
-        return Samples(images=images, prompts=tuple(batch.prompts), metadata=tuple(batch.metadata), rows=rows)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Samples:
         return self._evaluate(batch)
@@ -362,10 +424,8 @@ class LeanGRPO(LightningModule):
     # Lightning's side
 
     def setup(self, stage: str) -> None:
-        if self.trainer.world_size > 1:
-            raise ValueError(
-                f"{self.trainer.world_size} processes: this version trains in one; set trainer.devices: 1 and trainer.num_nodes: 1"
-            )
+        self._kind = check_strategy(self.trainer.strategy)
+        self.ranks = Ranks.connected(self.rank_timeout) if self.trainer.world_size > 1 else Ranks.alone()
         if self.trainer.precision == "16-mixed":
             raise ValueError(
                 "precision 16-mixed scales the loss, which is not proven exact here; use bf16-mixed, bf16-true or 32-true"
@@ -382,22 +442,74 @@ class LeanGRPO(LightningModule):
                 self.policy.reference()
             )  # before a checkpoint is loaded: the anchor is where training began
 
+    def configure_model(self) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, FSDP2Strategy):
+            strategy.shard(self.policy)
+            if self._reference is not None:
+                self._reference.shard(strategy.shard)
+
     def on_fit_start(self) -> None:
         if self._reference is not None:
             self._reference.like(self.policy)
+        self._velocity = Lockstep(self.policy)
+        reference = None if self._reference is None else Lockstep(self._reference)
+        self._stand_ins = [self._velocity, *([reference] if reference else [])]
         self.schedule.bind(
             Context(
-                process=ReverseProcess(velocity=self.policy, transition=self.transition, sigmas=self.sigma_grid),
-                gradients=LocalGradients(self._trainable()),
-                backward=self.manual_backward,
+                process=ReverseProcess(velocity=self._velocity, transition=self.transition, sigmas=self.sigma_grid),
+                gradients=self._local_gradients(),
+                backward=self._backward,
                 advantage=self.advantage,
                 generations=self.generations_per_prompt,
                 step_weights=self.step_weights,
                 clip_range=self.clip_range,
                 beta=self.beta,
-                reference=self._reference,
+                reference=reference,
+                sync=self.sync if self.ranks.size > 1 else "per_update",
             )
         )
+
+    def _local_gradients(self) -> LocalGradients:
+        parameters, dtype = self._trainable(), torch.bfloat16 if self.reduce_dtype == "bfloat16" else None
+        if self._kind == "sharded":
+            return ShardedGradients(parameters, self.policy, self.ranks, reduce_dtype=dtype)
+        if self.ranks.size > 1:
+            return ReplicatedGradients(parameters, self.ranks, reduce_dtype=dtype)
+        return LocalGradients(parameters)
+
+    def _backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Lightning's backward, without synchronisation: gradients are added up over the ranks by the schedule."""
+        model = self.trainer.strategy.model
+        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+            self.manual_backward(loss, retain_graph=retain_graph)
+
+    def _check_ranks(self, batch: PromptBatch) -> None:
+        if self.check_ranks_every and self.iteration % self.check_ranks_every == 0:
+            facts = {
+                "iteration": self.iteration,
+                "the batch of prompts (trainer.use_distributed_sampler: false for a DataLoader)": (
+                    batch.iteration,
+                    batch.prompts,
+                ),
+                "seed": (self.seed, self.eval_seed),
+                "the sigma grid": self.sigma_grid.tolist(),
+                "the learning rate": [group["lr"] for group in self.optimizers().param_groups],  # type: ignore[union-attr]
+            }
+            check_same_on_all(self.ranks, facts, self._trainable())
+
+    def _layout(self, prompts: int) -> Layout:
+        return Layout(prompts=prompts, generations=self.generations_per_prompt, ranks=self.ranks.size, kind=self.layout)
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether every rank must make the same policy calls: where weights are sharded, or each step is reduced."""
+        return self.ranks.size > 1 and (self._kind == "sharded" or self.sync == "per_step")
+
+    def _set_stand_in(self, conditioning: Conditioning) -> None:
+        latents = torch.zeros(1, *self.policy.latent_shape, device=self.device)
+        for field in self._stand_ins:
+            field.stand_in(latents, conditioning.rows(torch.tensor([0])))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self._trainable())
@@ -472,7 +584,8 @@ class LeanGRPO(LightningModule):
 
     def _complete(self, iteration: Iteration) -> None:
         """Step the learning rate, count the iteration and log it."""
-        metrics = iteration.metrics(self.advantage) | {"lr": self.optimizers().param_groups[0]["lr"]}  # type: ignore[union-attr]
+        tallies = self.ranks.gather(iteration.tally())
+        metrics = iteration.metrics(self.advantage, tallies) | {"lr": self.optimizers().param_groups[0]["lr"]}  # type: ignore[union-attr]
         scheduler = self.lr_schedulers()
         if scheduler is not None:
             scheduler.step()  # type: ignore[union-attr]

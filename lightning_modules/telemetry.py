@@ -1,4 +1,4 @@
-"""What an iteration cost: seconds by phase and peak memory."""
+"""What an iteration cost and showed: sums, means and extremes that add up over updates and over ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,37 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """Numbers of one update or one rank; ``+`` puts two together."""
+
+    totals: dict[str, float] = field(default_factory=dict)
+    """name -> what adds up."""
+    means: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """name -> (sum, count)."""
+    largest: dict[str, float] = field(default_factory=dict)
+    """name -> what the largest counts of."""
+
+    def __add__(self, other: Tally) -> Tally:
+        totals, means, largest = dict(self.totals), dict(self.means), dict(self.largest)
+        for name, value in other.totals.items():
+            totals[name] = totals.get(name, 0.0) + value
+        for name, (total, count) in other.means.items():
+            before = means.get(name, (0.0, 0.0))
+            means[name] = (before[0] + total, before[1] + count)
+        for name, value in other.largest.items():
+            largest[name] = max(largest.get(name, value), value)
+        return Tally(totals=totals, means=means, largest=largest)
+
+    def metrics(self) -> dict[str, float]:
+        """name -> scalar; a mean of nothing is left out."""
+        totals = {name: float(value) for name, value in self.totals.items()}
+        return totals | {n: total / count for n, (total, count) in self.means.items() if count} | self.largest
 
 
 class Stopwatch:

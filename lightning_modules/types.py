@@ -7,7 +7,7 @@ S  trained steps of a row           ``*latent`` = ``[C, H, W]`` (image) or ``[C,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,10 +72,39 @@ class Rows:
     def __getitem__(self, index: Tensor | slice) -> Rows:
         return Rows(prompt=self.prompt[index], generation=self.generation[index])
 
+    @staticmethod
+    def joined(parts: Sequence[Rows]) -> Rows:
+        """One after the other."""
+        return Rows(prompt=torch.cat([r.prompt for r in parts]), generation=torch.cat([r.generation for r in parts]))
+
+    def order(self) -> Tensor:
+        """[N] positions that sort the rows by prompt and generation."""
+        return torch.argsort(self.prompt * (int(self.generation.max()) + 1) + self.generation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """What all ranks do in the round that a request is one rank's share of."""
+
+    rows: Rows
+    """[n] ids of the round's rows on all ranks."""
+    trained: Tensor
+    """[n, T] bool, the steps they train."""
+    most_trained: tuple[int, ...]
+    """[T] the largest number of rows that a rank trains at that step."""
+    any_free: tuple[bool, ...]
+    """[T] whether a rank has rows that do not train at that step."""
+    in_step: bool
+    """Whether every rank must make the same policy calls."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One micro-batch to roll out: who is in it, what it is conditioned on, where its randomness comes from."""
+    """One micro-batch to roll out: who is in it, what it is conditioned on, where its randomness comes from.
+
+    It may be empty (N = 0) where other ranks have rows in this round; if the ranks must keep step, the policy is called
+    all the same, as often as by the busiest of them.
+    """
 
     rows: Rows
     """[N] ids."""
@@ -89,9 +118,29 @@ class Request:
     """[N, T] bool, the steps whose log-probability is trained; each of them is stochastic."""
     stochastic: Tensor
     """[N, T] bool, the steps sampled from the SDE; the others are ODE steps."""
+    peers: Peers | None = None
+    """of all ranks, where there are several."""
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the policy is to be called as often as by the busiest rank."""
+        return self.peers is not None and self.peers.in_step
+
+    @property
+    def round_rows(self) -> int:
+        """Rows of all ranks in this round."""
+        return len(self) if self.peers is None else len(self.peers.rows)
+
+    def trained_calls(self, step: int) -> int:
+        """Rows to be trained at ``step``, of this rank or, if ranks keep step, of the one that has most."""
+        return self.peers.most_trained[step] if self.peers and self.in_step else int(self.trained[:, step].sum())
+
+    def free_call(self, step: int) -> bool:
+        """Whether a policy call is made for rows that do not train at ``step``."""
+        return self.peers.any_free[step] if self.peers and self.in_step else not bool(self.trained[:, step].all())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +209,21 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @staticmethod
+    def joined(parts: Sequence[Samples]) -> Samples:
+        """One after the other, then ordered by prompt and generation."""
+        rows = Rows.joined([part.rows for part in parts])
+        order = rows.order()
+        prompts = [prompt for part in parts for prompt in part.prompts]
+        metadata = [row for part in parts for row in part.metadata]
+        images = torch.cat([part.images for part in parts])
+        return Samples(
+            images=images[order.to(images.device)],
+            prompts=tuple(prompts[k] for k in order.tolist()),
+            metadata=tuple(metadata[k] for k in order.tolist()),
+            rows=rows[order],
+        )
 
     def to(self, device: torch.device | str, **options: Any) -> Samples:
         """The same samples with their images there (Lightning moves what ``predict`` returns)."""

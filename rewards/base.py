@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,22 @@ from torch import Tensor
 class Reward(ABC):
     """Frozen and without gradients. Deliberately no ``nn.Module``, so that it can never become a child of the
     LightningModule or part of its checkpoint; a reward that owns a network keeps it as a plain attribute."""
+
+    reads: ClassVar[str] = "prompt"
+    """What of a sample the score depends on, which decides how ``rewards.check`` probes it: ``prompt`` (image and prompt),
+    ``image``, ``text`` (rendered words), ``objects`` (GenEval's metadata) or ``shapes`` (of the embedded world)."""
+
+    def load(self) -> None:  # noqa: B027 (nothing to do is a fine default)
+        """Read the weights, or reach the server, now: called before the first rollout, so that a missing file loses no
+        work. Errors: ``ValueError`` naming what is missing and how to get it."""
+
+    def to(self, device: torch.device | str) -> None:  # noqa: B027
+        """Move what the reward owns; by default nothing. Called to make room while the policy is at work."""
+
+    def identity(self) -> dict[str, Any]:
+        """What produced the scores, as plain values for result files: the class, and of a network its version and the
+        checksum of its weights."""
+        return {"class": f"{type(self).__module__}.{type(self).__qualname__}"}
 
     @abstractmethod
     def score(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:

@@ -18,6 +18,8 @@ class Brightness(Reward):
         target: wanted mean RGB, each in [0, 1]; the default asks for a darker image than most.
     """
 
+    reads = "image"
+
     def __init__(self, target: tuple[float, float, float] = (0.5, 0.5, 0.5)) -> None:
         if len(target) != 3 or not all(0.0 <= value <= 1.0 for value in target):
             raise ValueError(f"target {target!r}: expected a mean colour, three numbers in [0, 1]")

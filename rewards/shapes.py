@@ -42,6 +42,8 @@ class ShapesReward(Reward):
     colours that this world does not have.
     """
 
+    reads = "shapes"
+
     def __init__(self, mode: Mode = "dense") -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"mode {mode!r}: choose one of {get_args(Mode)}")

@@ -18,18 +18,20 @@ SCHEDULES = "lightning_modules.schedules"
 ITERATION = "lightning_modules.iteration"
 PLAN = "lightning_modules.plan"
 EXPORT = "lightning_modules.export"
+STRATEGIES = "lightning_modules.strategies"
 SHELLS = {"lightning_modules.lean_grpo", "lightning_modules.flow_matching"}
-BELOW_SHELLS = {EXPORT, ITERATION, PLAN, SCHEDULES, *CORE, *PURE, "datamodules"}
+BELOW_SHELLS = {EXPORT, ITERATION, PLAN, STRATEGIES, SCHEDULES, *CORE, *PURE, "datamodules"}
 EVERYTHING = {*SHELLS, *BELOW_SHELLS, "rewards", "callbacks"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "train": EVERYTHING,
     "benchmarks": {"train", *EVERYTHING},
-    "callbacks": {TYPES, "rewards", "datamodules", *SHELLS},
+    "callbacks": {TYPES, "lightning_modules.parallel", "rewards", "datamodules", *SHELLS},
     **dict.fromkeys(SHELLS, BELOW_SHELLS),
     ITERATION: {SCHEDULES, *CORE, *PURE},
     PLAN: {SCHEDULES, *CORE, *PURE},
     EXPORT: {*CORE, *PURE},
+    STRATEGIES: {*CORE, *PURE},
     SCHEDULES: {*CORE, *PURE},
     **dict.fromkeys(CORE, {*CORE, TYPES}),
     **dict.fromkeys(PURE, {TYPES}),
@@ -37,7 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "datamodules": {TYPES},
     "rewards": set(),
 }
-MAY_IMPORT_LIGHTNING = {"train", "callbacks", "benchmarks", *SHELLS, "datamodules.prompt_data", "datamodules.shapes"}
+MAY_IMPORT_LIGHTNING = {
+    "train", "callbacks", "benchmarks", *SHELLS, STRATEGIES, "datamodules.prompt_data", "datamodules.shapes",
+}  # fmt: skip
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 

@@ -65,13 +65,15 @@ def denoise(process: ReverseProcess, request: Request, on_trained: OnTrained | N
     Errors: ``ValueError`` naming the step and rows as soon as a latent stops being finite.
     """
     latents = request.initial
+    if not len(request) and not request.in_step:
+        return latents
     everyone = torch.arange(len(latents))
     for step in range(process.num_steps):
         trained = request.trained[:, step]
         noise = request.noise(step) if request.stochastic[:, step].any() else torch.empty_like(latents)
-        if on_trained is None or not trained.any():
+        if on_trained is None or not request.trained_calls(step):
             latents = _free_step(process, request, step, everyone, latents, noise)
-        elif trained.all():
+        elif not request.free_call(step):
             latents = on_trained(step, everyone, latents, noise)
         else:
             after = torch.empty_like(latents)

@@ -54,6 +54,5 @@ class KeyedNoise:
         return self._normal([("step", *self._run, *row, step) for row in self._rows])
 
     def _normal(self, keys: list[tuple[int | str, ...]]) -> Tensor:
-        return torch.stack(
-            [torch.randn(self._latent_shape, dtype=torch.float32, generator=keyed_generator(*key)) for key in keys]
-        )
+        rows = [torch.randn(self._latent_shape, dtype=torch.float32, generator=keyed_generator(*key)) for key in keys]
+        return torch.stack(rows) if rows else torch.empty(0, *self._latent_shape)

@@ -82,7 +82,7 @@ class DrawnWindow(Window):
         ids = zip(rows.prompt.tolist(), rows.generation.tolist(), strict=True)
         keys = [row[:key_length] for row in ids]
         drawn = {key: self.draw(num_steps, keyed_generator("window", seed, iteration, *key)) for key in set(keys)}
-        return torch.stack([drawn[key] for key in keys])
+        return torch.stack([drawn[key] for key in keys]) if keys else torch.zeros(0, num_steps, dtype=torch.bool)
 
 
 class AllButLast(Window):

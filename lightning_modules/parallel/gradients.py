@@ -1,5 +1,5 @@
-"""Local gradients: hold apart, scale, accumulate, hand to the optimizer. Single process; other layouts keep the
-interface and add a reduction.
+"""Local gradients: hold apart, scale, accumulate, add up over the ranks, hand to the optimizer. Here for a single process;
+where parameters are replicated or sharded over ranks, the interface is the same.
 
 Order that must hold (LeanGRPO, arXiv 2609.03528, section 3): correction -> synchronisation -> accumulation -> clipping
 -> optimizer step. Reweight therefore holds each sample's gradient apart until its advantage is known.
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from lightning_modules.parallel.ranks import Ranks
 
 
 class Gradient:
@@ -54,11 +57,27 @@ class Gradient:
         return sum(part.nbytes for part in self.tensors if part is not None)
 
 
+@dataclass
+class Traffic:
+    """What was communicated to add gradients up, on this rank."""
+
+    reductions: int = 0
+    """One = all trainable tensors once."""
+    collectives: int = 0
+    bytes: int = 0
+    """Handed to collectives."""
+
+    def sent(self, tensor: Tensor, collectives: int = 1) -> None:
+        self.collectives += collectives
+        self.bytes += collectives * tensor.nbytes
+
+
 class LocalGradients:
     """Where backward calls put their gradients, for a fixed list of trainable parameters."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = list(parameters)
+        self.traffic = Traffic()
 
     def buffer(self) -> Gradient:
         return Gradient(len(self.parameters))
@@ -75,8 +94,30 @@ class LocalGradients:
             for k, p in enumerate(self.parameters):
                 buffer.tensors[k], p.grad = p.grad, before[k]
 
-    def deliver(self, total: Gradient) -> None:
-        """Make ``total`` the parameters' ``.grad`` (cast to their dtype) and empty it."""
-        for p, part in zip(self.parameters, total.tensors, strict=True):
+    def reduce(self, total: Gradient) -> Gradient:
+        """The sum of every rank's ``total``, which is emptied. No average: losses are normalised by the numbers of the
+        whole update. A parameter without a gradient on every rank has none in the sum either."""
+        reduced = self.buffer()
+        reduced.tensors, total.tensors = total.tensors, reduced.tensors
+        return reduced
+
+    def deliver(self, reduced: Gradient) -> None:
+        """Make ``reduced`` the parameters' ``.grad`` (cast to their dtype) and empty it."""
+        for p, part in zip(self.parameters, reduced.tensors, strict=True):
             p.grad = None if part is None else part.to(p.dtype)
-        total.clear()
+        reduced.clear()
+
+    @staticmethod
+    def present_anywhere(total: Gradient, ranks: Ranks) -> list[bool]:
+        """For each parameter, whether some rank has a gradient for it: zeros in place of none would let weight decay and
+        momentum move what nothing pulls at."""
+        present = [part is not None for part in total.tensors]
+        return [any(column) for column in zip(*ranks.gather(present, "the reduction of gradients"), strict=True)]
+
+
+def zeros_like_gradient(part: Tensor | None, parameter: Parameter) -> Tensor:
+    """``part`` or, where this rank has none, zeros of the parameter's shape, in at least fp32."""
+    if part is not None:
+        return part.to(torch.promote_types(part.dtype, torch.float32))
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    return torch.zeros(parameter.shape, dtype=wide, device=parameter.device)

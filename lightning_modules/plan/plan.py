@@ -71,16 +71,23 @@ class Plan:
     latent_bytes: int
     conditioning_bytes: int
     activation_bytes: int
-    frozen_bytes: int
-    """text encoders and VAE, wherever they are; not part of the total."""
+    encoder_bytes: int
+    """frozen text encoders, wherever they are; not part of the total."""
+    vae_bytes: int
+    """frozen VAE, wherever it is; not part of the total."""
 
     @property
     def total_bytes(self) -> int:
         """Of the tensors that live where the policy does."""
         return sum(size or 0 for _, size, _ in self.memory())
 
+    @property
+    def frozen_bytes(self) -> int:
+        """Of whatever is frozen, beside the total."""
+        return self.encoder_bytes + self.vae_bytes
+
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"total_bytes": self.total_bytes}
+        return asdict(self) | {"total_bytes": self.total_bytes, "frozen_bytes": self.frozen_bytes}
 
     def memory(self) -> list[tuple[str, int | None, str]]:
         """(name, bytes, remark) of every part of the total."""
@@ -114,8 +121,9 @@ class Plan:
             if size != 0:
                 lines.append(f"{name:<16} {readable(size):>10}  {note}".rstrip())
         lines.append(f"{'total':<16} {readable(self.total_bytes):>10}  without images, workspaces and reward models")
-        if self.frozen_bytes:
-            lines.append(f"{'encoders, VAE':<16} {readable(self.frozen_bytes):>10}  beside it, on their own device")
+        for name, size in (("text encoders", self.encoder_bytes), ("VAE", self.vae_bytes)):
+            if size:
+                lines.append(f"{name:<16} {readable(size):>10}  beside it, on its own device")
         return "\n".join(lines)
 
 
@@ -183,6 +191,7 @@ def plan(
     weights = _nbytes([*policy.parameters(), *policy.buffers()]) - adapters
     rows = Rows(prompt=torch.zeros(work.call, dtype=torch.int64), generation=torch.arange(work.call))
     latent = 4 * torch.Size(policy.latent_shape).numel()
+    frozen, vae = _frozen_bytes(policy)
     return Plan(
         policy=type(innermost(policy)).__name__,
         schedule=type(schedule).__name__,
@@ -209,7 +218,8 @@ def plan(
         * levels_held(window.trained(process.num_steps, seed=seed, iteration=0, rows=rows)),
         conditioning_bytes=work.samples * sum(_nbytes([t]) // len(t) for t in conditioning.tensors.values()),
         activation_bytes=activations.once + activations.per_step * holds.row_steps // holds.graph_rows,
-        frozen_bytes=_frozen_bytes(policy),
+        encoder_bytes=frozen - vae,
+        vae_bytes=vae,
     )
 
 
@@ -247,6 +257,10 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _frozen_bytes(policy: Policy) -> int:
+def _frozen_bytes(policy: Policy) -> tuple[int, int]:
+    """Of all frozen parts, and of the VAE among them."""
     frozen = getattr(innermost(policy), "frozen", None)
-    return 0 if frozen is None else frozen.nbytes
+    if frozen is None:
+        return 0, 0
+    vae = getattr(frozen, "vae", None)
+    return frozen.nbytes, 0 if vae is None else _nbytes([*vae.parameters(), *vae.buffers()])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +75,14 @@ class Reference:
         """Short name of the frozen weights, to recognise the same anchor after a resume."""
         return self._fingerprint
 
+    def shard(self, shard: Callable[[nn.Module], None]) -> None:
+        """Shard what the reference holds for itself, where the policy is sharded."""
+        shard(self._policy)
+
     def like(self, policy: Policy) -> Reference:
         """Move to the device and cast to the dtype that the policy's tensors have by now (the trainer's precision)."""
         for mine, theirs in zip(_tensors(self._policy), _tensors(policy), strict=True):
-            mine.data = mine.data.to(theirs)
+            mine.data = mine.data.to(theirs.device, theirs.dtype)
         return self
 
 

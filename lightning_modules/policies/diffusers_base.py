@@ -31,6 +31,8 @@ from lightning_modules.types import Conditioning
 
 Config = Mapping[str, Any]
 TextDevice = Literal["cpu", "offload", "policy"]
+LONGEST_TEXT = 512
+"""Tokens of a prompt that the models were trained with at most; diffusers' SD3 and FLUX pipelines refuse more."""
 
 
 class DiffusersPolicy(Policy):
@@ -51,7 +53,7 @@ class DiffusersPolicy(Policy):
         embedding_cache: folder for text embeddings; ``None``: encode every time.
         text_device: ``cpu``: encoders stay there; ``offload``: on the policy's device only while they encode;
             ``policy``: on the policy's device.
-        max_sequence_length: tokens of the long text encoder; ``None``: the family's.
+        max_sequence_length: tokens of the long text encoder, at most :data:`LONGEST_TEXT`; ``None``: the family's.
 
     Errors: ``ValueError`` naming the argument and the remedy.
     """
@@ -91,6 +93,8 @@ class DiffusersPolicy(Policy):
                 f"{self.transformer_class.__name__}"
             )
         _check_options(trainable, lora, decode_batch, text_device, max_sequence_length)
+        if vae is not None and not isinstance(vae, self.vae_class):
+            raise ValueError(f"vae is a {type(vae).__name__}, {type(self).__name__} needs a {self.vae_class.__name__}")
         self.height, self.width, self.frames = height, width, frames
         vae_config: Any = None if vae is None else vae.config
         self._latent_shape = self.geometry(transformer.config, vae_config)
@@ -124,7 +128,8 @@ class DiffusersPolicy(Policy):
 
     @abstractmethod
     def geometry(self, transformer: Config, vae: Config | None) -> tuple[int, ...]:
-        """Latent shape for the policy's size. Errors: ``ValueError`` naming the size that does not fit, and one that does."""
+        """Latent shape for the policy's size. Errors: ``ValueError`` naming the size that does not fit, and one that does;
+        if transformer and VAE do not fit each other."""
 
     @abstractmethod
     def velocity(self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor]) -> Tensor:
@@ -148,7 +153,9 @@ class DiffusersPolicy(Policy):
     @torch.inference_mode(False)
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
-        """As the contract says; the embeddings keep the encoders' dtype. Errors: ``ValueError`` without encoders."""
+        """As the contract says; the embeddings keep the encoders' dtype. Errors: ``ValueError`` without encoders or prompts."""
+        if not prompts:
+            raise ValueError("no prompts to encode: give at least one, an empty one for no text")
         embed = self._embed
         tensors = embed(list(prompts)) if self._cache is None else self._cache(prompts, embed)
         return Conditioning(tensors=tensors).to(self.device)
@@ -225,6 +232,27 @@ def check_multiple(name: str, value: int, multiple: int) -> int:
     return value // multiple
 
 
+def check_channels(transformer: Config, vae: Config | None, of_vae: str, *, per_token: int = 1) -> int:
+    """Channels of a latent; ``of_vae`` is the VAE's name for them. The transformer sees ``per_token`` times as many.
+
+    Errors: ``ValueError`` if it gives back others than it takes, or the VAE has another number.
+    """
+    taken = transformer["in_channels"]
+    given = transformer.get("out_channels") or taken
+    if given != taken:
+        raise ValueError(
+            f"the transformer takes {taken} channels and gives {given}, so it wants more than noise and text: give that of a "
+            "text-to-image or text-to-video model"
+        )
+    channels = taken // per_token
+    if vae is not None and vae[of_vae] != channels:
+        raise ValueError(
+            f"the transformer's latents have {channels} channels and the VAE's {vae[of_vae]}: give the VAE that the "
+            "transformer was trained with"
+        )
+    return channels
+
+
 def check_still(policy: str, frames: int) -> None:
     """Errors: ``ValueError`` if an image model is asked for more than one frame."""
     if frames != 1:
@@ -244,6 +272,10 @@ def _check_options(
         raise ValueError(f"text_device={text_device!r}: choose cpu, offload or policy")
     if max_sequence_length is not None and max_sequence_length < 1:
         raise ValueError(f"max_sequence_length={max_sequence_length}: give at least 1, or null for the family's")
+    if max_sequence_length is not None and max_sequence_length > LONGEST_TEXT:
+        raise ValueError(
+            f"max_sequence_length={max_sequence_length}: choose at most {LONGEST_TEXT}, the models' longest text"
+        )
 
 
 def _to_images(decoded: Tensor) -> Tensor:

@@ -20,7 +20,13 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from torch import Tensor
 
-from lightning_modules.policies.diffusers_base import Config, DiffusersPolicy, check_multiple, check_still
+from lightning_modules.policies.diffusers_base import (
+    Config,
+    DiffusersPolicy,
+    check_channels,
+    check_multiple,
+    check_still,
+)
 from lightning_modules.policies.loading import load_parts
 from lightning_modules.policies.lora import LoRA
 from lightning_modules.policies.sd3 import image_scale
@@ -33,7 +39,10 @@ PATCH = 2
 class FluxText(PipelineText):
     """CLIP-L (pooled) and T5: ``text [N, L, D]``, ``pooled [N, P]``."""
 
-    components = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
+    components = {
+        "tokenizer": "CLIPTokenizer", "text_encoder": "CLIPTextModel",
+        "tokenizer_2": "T5Tokenizer", "text_encoder_2": "T5EncoderModel",
+    }  # fmt: skip
 
     def __call__(self, prompts: Sequence[str], max_sequence_length: int, device: torch.device) -> dict[str, Tensor]:
         text, pooled, _ = self.pipeline.encode_prompt(
@@ -115,8 +124,9 @@ class FluxPolicy(DiffusersPolicy):
             )
         if not transformer["guidance_embeds"] and self.guidance is not None:
             raise ValueError(f"guidance={self.guidance}, but this transformer embeds none: set guidance: null")
+        channels = check_channels(transformer, vae, "latent_channels", per_token=PATCH**2)
         rows, columns = (check_multiple(s, getattr(self, s), image_scale(vae) * PATCH) for s in ("height", "width"))
-        return (transformer["in_channels"] // PATCH**2, rows * PATCH, columns * PATCH)
+        return (channels, rows * PATCH, columns * PATCH)
 
     def velocity(self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor]) -> Tensor:
         _, _, height, width = latents.shape

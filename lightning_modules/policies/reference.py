@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_modules.policies.base import Policy, Reference
 from lightning_modules.policies.fingerprint import frozen_fingerprint
@@ -41,6 +43,9 @@ class AdapterReference(Reference):
     def __call__(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         with adapters_off(self._policy):
             return self._policy(latents, sigma, conditioning)
+
+    def shard(self, shard: Callable[[nn.Module], None]) -> None:
+        """Nothing to do: the weights are the policy's own."""
 
     def like(self, policy: Policy) -> AdapterReference:
         """Nothing to do: the weights are the policy's own."""

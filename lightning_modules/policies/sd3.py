@@ -15,7 +15,13 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from torch import Tensor
 
-from lightning_modules.policies.diffusers_base import Config, DiffusersPolicy, check_multiple, check_still
+from lightning_modules.policies.diffusers_base import (
+    Config,
+    DiffusersPolicy,
+    check_channels,
+    check_multiple,
+    check_still,
+)
 from lightning_modules.policies.loading import load_parts
 from lightning_modules.policies.lora import LoRA
 from lightning_modules.policies.text import PipelineText
@@ -24,7 +30,11 @@ from lightning_modules.policies.text import PipelineText
 class SD3Text(PipelineText):
     """CLIP-L, CLIP-G and T5: ``text [N, 77 + L, D]``, ``pooled [N, P]``."""
 
-    components = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2", "tokenizer_3", "text_encoder_3")
+    components = {
+        "tokenizer": "CLIPTokenizer", "text_encoder": "CLIPTextModelWithProjection",
+        "tokenizer_2": "CLIPTokenizer", "text_encoder_2": "CLIPTextModelWithProjection",
+        "tokenizer_3": "T5Tokenizer", "text_encoder_3": "T5EncoderModel",
+    }  # fmt: skip
 
     def __call__(self, prompts: Sequence[str], max_sequence_length: int, device: torch.device) -> dict[str, Tensor]:
         text, _, pooled, _ = self.pipeline.encode_prompt(
@@ -84,13 +94,14 @@ class SD3Policy(DiffusersPolicy):
 
     def geometry(self, transformer: Config, vae: Config | None) -> tuple[int, ...]:
         check_still(type(self).__name__, self.frames)
+        channels = check_channels(transformer, vae, "latent_channels")
         factor, patch = image_scale(vae), transformer["patch_size"]
         tokens = {side: check_multiple(side, getattr(self, side), factor * patch) for side in ("height", "width")}
         for side, count in tokens.items():
             if count > transformer["pos_embed_max_size"]:
                 largest = transformer["pos_embed_max_size"] * factor * patch
                 raise ValueError(f"{side}={getattr(self, side)} exceeds the model's position table: at most {largest}")
-        return (transformer["in_channels"], tokens["height"] * patch, tokens["width"] * patch)
+        return (channels, tokens["height"] * patch, tokens["width"] * patch)
 
     def velocity(self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor]) -> Tensor:
         return self.transformer(
@@ -106,5 +117,14 @@ class SD3Policy(DiffusersPolicy):
 
 
 def image_scale(vae: Config | None) -> int:
-    """Pixels per latent of an ``AutoencoderKL``: its blocks but one halve the size. 8 where none is given."""
-    return 8 if vae is None else 2 ** (len(vae["block_out_channels"]) - 1)
+    """Pixels per latent of an ``AutoencoderKL``: its blocks but one halve the size. 8 where none is given.
+
+    Errors: ``ValueError`` if it does not say how its latents are shifted: it is of an older family.
+    """
+    if vae is None:
+        return 8
+    if vae["shift_factor"] is None:
+        raise ValueError(
+            "the VAE has no shift_factor in its config: give the one that the transformer was trained with"
+        )
+    return 2 ** (len(vae["block_out_channels"]) - 1)

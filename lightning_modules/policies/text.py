@@ -6,8 +6,10 @@ of tokens, so that prompts of different lengths can be batched without changing 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -59,20 +61,59 @@ class PipelineText(TextEncoder):
         pipeline: of the family's class, possibly without transformer and VAE.
         name: see :attr:`TextEncoder.name`.
 
-    Errors: ``ValueError`` if the pipeline lacks one of the :attr:`components`.
+    Errors: ``ValueError`` if the pipeline lacks one of the :attr:`components`, or has a tokenizer that its encoder cannot
+    be used with (:func:`check_tokenizer`).
     """
 
-    components: ClassVar[tuple[str, ...]]
-    """Names of the encoders and tokenizers in the pipeline."""
+    components: ClassVar[Mapping[str, str]]
+    """Every encoder and tokenizer in the pipeline -> its class in ``transformers``."""
 
     def __init__(self, pipeline: DiffusionPipeline, name: str = "") -> None:
         missing = [part for part in self.components if getattr(pipeline, part, None) is None]
         if missing:
             raise ValueError(f"{type(pipeline).__name__} has no {', '.join(missing)}: load the pipeline with them")
+        for tokenizer, encoder in self.pairs().items():
+            check_tokenizer(tokenizer, getattr(pipeline, tokenizer), getattr(pipeline, encoder).config)
         self.pipeline: Any = pipeline
         self.name = name
+
+    @classmethod
+    def pairs(cls) -> dict[str, str]:
+        """Tokenizer -> the encoder that reads its tokens."""
+        tokenizers = [part for part in cls.components if part.startswith("tokenizer")]
+        return {tokenizer: tokenizer.replace("tokenizer", "text_encoder") for tokenizer in tokenizers}
 
     @property
     def modules(self) -> dict[str, nn.Module]:
         parts = {part: getattr(self.pipeline, part) for part in self.components}
         return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+    def identity(self) -> str:
+        """As above, and the tokenizers' vocabularies."""
+        words = [sorted(getattr(self.pipeline, tokenizer).get_vocab().items()) for tokenizer in self.pairs()]
+        return f"{super().identity()} {hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()}"
+
+
+def check_tokenizer(name: str, tokenizer: Any, encoder: Any) -> None:
+    """Whether ``tokenizer`` can serve an encoder with the configuration ``encoder``.
+
+    A tokenizer whose files are missing is no error to its library: it knows only special tokens, and every prompt becomes
+    a row of unknowns. A released vocabulary fills the encoder's table but for a few rows of padding (T5: 32,100 of 32,128),
+    so less than nine tenths of it is taken for such a one, or for another model's; more than all of it, and more tokens than
+    CLIP has positions, fail at the first prompt.
+
+    Errors: ``ValueError`` naming the tokenizer and the remedy.
+    """
+    tokens, rows = len(tokenizer), encoder.vocab_size
+    if not 0.9 * rows <= tokens <= rows:
+        files = ", ".join(tokenizer.vocab_files_names.values())
+        raise ValueError(
+            f"{name} knows {tokens:,} tokens and its text encoder {rows:,}: it lacks its files ({files}) or is another "
+            "model's; give the complete folder that was released with the encoder"
+        )
+    positions = getattr(encoder, "max_position_embeddings", None)
+    if positions is not None and tokenizer.model_max_length > positions:
+        raise ValueError(
+            f"{name} makes up to {tokenizer.model_max_length:,} tokens of a prompt and its text encoder takes {positions}: "
+            "its tokenizer_config.json is missing or another model's; give the one that was released with the encoder"
+        )

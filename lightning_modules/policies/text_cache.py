@@ -1,7 +1,8 @@
 """Text embeddings on disk, one safetensors file per prompt, shared by runs and processes.
 
 A file's name is a hash of everything the embedding depends on, and the file repeats it in plain text, so that a stale or
-foreign entry is never used. Files appear whole: they are written beside their place and renamed into it.
+foreign entry is never used. Files appear whole: they are written beside their place and renamed into it. What cannot be
+read is made again, and what cannot be written (a full disk, another user's folder) is made again next time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 Embeddings = dict[str, Tensor]
@@ -28,14 +29,22 @@ class EmbeddingCache:
     Args:
         folder: made if it is not there. Several processes may use it at once.
         identity: what the embeddings depend on beside the prompt: model, revision, dtype, length.
+
+    Errors: ``ValueError`` if the folder is not there and cannot be made.
     """
 
     def __init__(self, folder: str | Path, identity: str) -> None:
         self.folder, self.identity = Path(folder), identity
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"embedding_cache={self.folder} cannot be made ({error.strerror}): give a folder that can be written to, or "
+                "null to encode every time"
+            ) from error
 
     def __call__(self, prompts: Sequence[str], embed: Callable[[list[str]], Embeddings]) -> Embeddings:
-        """Embeddings of ``prompts`` on the CPU; those not on disk are made by one call of ``embed`` and stored."""
+        """Embeddings of ``prompts``, at least one, on the CPU; those not on disk are made by one call of ``embed`` and stored."""
         rows = {prompt: row for prompt in dict.fromkeys(prompts) if (row := self._read(prompt)) is not None}
         missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in rows]
         if missing:
@@ -67,8 +76,10 @@ class EmbeddingCache:
         path = self.path(prompt)
         draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
-            save_file(row, draft, metadata=self._header(prompt))
+            draft.write_bytes(save(row, metadata=self._header(prompt)))
             os.replace(draft, path)
+        except OSError as error:
+            warnings.warn(f"text embeddings cannot be kept in {self.folder} ({error.strerror})", stacklevel=2)
         finally:
             draft.unlink(missing_ok=True)
 

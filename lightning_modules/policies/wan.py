@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from torch import Tensor
 
-from lightning_modules.policies.diffusers_base import Config, DiffusersPolicy, check_multiple
+from lightning_modules.policies.diffusers_base import Config, DiffusersPolicy, check_channels, check_multiple
 from lightning_modules.policies.loading import load_parts
 from lightning_modules.policies.lora import LoRA
 from lightning_modules.policies.text import PipelineText
@@ -28,7 +28,7 @@ WAN21_VAE = {"scale_factor_spatial": 8, "scale_factor_temporal": 4}
 class WanText(PipelineText):
     """umT5: ``text [N, L, D]``."""
 
-    components = ("tokenizer", "text_encoder")
+    components = {"tokenizer": "T5Tokenizer", "text_encoder": "UMT5EncoderModel"}
 
     def __call__(self, prompts: Sequence[str], max_sequence_length: int, device: torch.device) -> dict[str, Tensor]:
         text, _ = self.pipeline.encode_prompt(
@@ -89,6 +89,7 @@ class WanPolicy(DiffusersPolicy):
         return (frames // time) * (height // rows) * (width // columns)
 
     def geometry(self, transformer: Config, vae: Config | None) -> tuple[int, ...]:
+        channels = check_channels(transformer, vae, "z_dim")
         scale = WAN21_VAE if vae is None else vae
         space, time = scale["scale_factor_spatial"], scale["scale_factor_temporal"]
         _, *patch = transformer["patch_size"]
@@ -99,7 +100,7 @@ class WanPolicy(DiffusersPolicy):
             check_multiple(side, getattr(self, side), space * p) * p
             for side, p in zip(("height", "width"), patch, strict=True)
         )
-        return (transformer["in_channels"], (self.frames - 1) // time + 1, rows, columns)
+        return (channels, (self.frames - 1) // time + 1, rows, columns)
 
     def velocity(self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor]) -> Tensor:
         return self.transformer(

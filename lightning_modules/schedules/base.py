@@ -9,9 +9,15 @@ rollout the policy has not moved, the ratio is 1, and the policy term's gradient
 The shell's side of the contract, per iteration::
 
     begin(normaliser)
-    for each chunk of groups:   rollout(request) per micro-batch [, absorb(rollout, rewards)], then backward(rollouts, advantages)
+    for each chunk of groups:   rollout(request) per micro-batch [, absorb(rollout, rewards)], then backward(rollouts, advantages),
+                                then close()
     finish(scale)               the gradient is in the parameters' .grad
     release()                   always, also after an exception
+
+On several ranks every rank does this for its own rows, N being that of all; the gradients of the ranks are added up
+where ``sync`` says, never before they are corrected. Where a rank must make the same policy calls as the others (its
+weights are sharded, or every step is reduced) requests carry ``peers``, and a rank without rows for a call makes it with
+none: what such a call adds to the gradient is exactly zero.
 
 Schedules know no Lightning: how to backpropagate is handed in.
 """
@@ -21,6 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +35,12 @@ from torch import Tensor
 from lightning_modules.advantages import Advantages, GroupAdvantage
 from lightning_modules.flow.denoise import ReverseProcess, Velocity, draw
 from lightning_modules.parallel.gradients import Gradient, LocalGradients
+from lightning_modules.telemetry import Tally
 from lightning_modules.types import Conditioning, Request, Rollout, Step
+
+Sync = Literal["per_step", "per_group", "per_update"]
+"""When the ranks' gradients are added up: after each trained step of each micro-batch (what a loop of backward calls
+does that does not hold synchronisation back), after each chunk of complete groups, or once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +65,8 @@ class Context:
     """weight of the KL to the reference policy."""
     reference: Velocity | None = None
     """the reference policy's velocity, without gradients; needed when beta > 0."""
+    sync: Sync = "per_update"
+    """when the ranks' gradients are added up."""
 
 
 class Schedule(ABC):
@@ -64,6 +78,9 @@ class Schedule(ABC):
     updates_per_rollout = 1
     """Optimizer steps per rollout."""
 
+    mixes_samples_late = False
+    """Whether a gradient is held per sample and only means something once it is corrected by the advantage."""
+
     wants_rewards_early = False
     """Whether :meth:`absorb` must be given each micro-batch's rewards right after its rollout."""
 
@@ -71,6 +88,11 @@ class Schedule(ABC):
         """Take the run's context. Errors: ``ValueError`` where this schedule would not be exact, with the remedy."""
         if context.beta > 0 and context.reference is None:
             raise ValueError(f"beta={context.beta} needs a reference policy")
+        if context.sync == "per_step" and self.mixes_samples_late:
+            raise ValueError(
+                f"sync: per_step would add up gradients that {type(self).__name__} has not corrected yet; use per_group or "
+                "per_update"
+            )
         self.context = replace(
             context, process=replace(context.process, velocity=self._counted(context.process.velocity))
         )
@@ -80,6 +102,9 @@ class Schedule(ABC):
         """Start the gradient of one update. ``normaliser``: N, its (prompt, generation, trained step) triples."""
         self.normaliser = normaliser
         self.total = self.context.gradients.buffer()
+        """This rank's gradient, not added up with the others' yet."""
+        self.reduced = self.context.gradients.buffer()
+        """What has been added up over the ranks."""
         self.kl_total = self.context.gradients.buffer()
         self.forward_rows = self.backward_rows = 0
         self.kl_sum, self.kl_count = 0.0, 0
@@ -100,23 +125,35 @@ class Schedule(ABC):
         """The rollouts of each optimizer step, when all of the iteration's are held."""
         yield rollouts
 
+    def close(self) -> None:
+        """A chunk's groups are backpropagated: add their gradient up over the ranks, if that is due."""
+        if self.context.sync == "per_group":
+            self._reduce()
+
     def finish(self, scale: float = 1.0) -> None:
-        """Deliver the gradient, its policy term multiplied by ``scale`` (global std, known only now; the KL term is
-        no function of the rewards and is not)."""
+        """Deliver the gradient of all ranks, its policy term multiplied by ``scale`` (global std, known only now; the KL
+        term is no function of the rewards and is not)."""
+        if scale == 1.0:
+            self.total.add_(self.kl_total)
+            self.kl_total.clear()
+        self._reduce()
         if scale != 1.0:
-            self.total.mul_(scale)
-        self.total.add_(self.kl_total)
-        self.kl_total.clear()
-        self.context.gradients.deliver(self.total)
+            self.reduced.mul_(scale)
+            self.reduced.add_(self.context.gradients.reduce(self.kl_total))
+        self.context.gradients.deliver(self.reduced)
 
     def release(self) -> None:
         """Drop every gradient and statistic held for the iteration. The rollouts' graphs are the caller's to release."""
         self.total.clear()
+        self.reduced.clear()
         self.kl_total.clear()
 
-    def metrics(self) -> dict[str, float]:
-        """Scalars of the last update, for the log."""
-        return {"kl": self.kl_sum / self.kl_count} if self.kl_count else {}
+    def tally(self) -> Tally:
+        """What the last update cost and showed on this rank."""
+        return Tally(
+            totals={"rows/forward": self.forward_rows, "rows/backward": self.backward_rows},
+            means={"kl": (self.kl_sum, self.kl_count)},
+        )
 
     @torch.no_grad()
     def verify(self, rollout: Rollout, max_steps: int = 3) -> dict[int, float]:
@@ -126,6 +163,18 @@ class Schedule(ABC):
         return {s.step: ratio_deviation(self._rescore(rollout.request, s)[0], s.log_prob) for s in chosen}
 
     # shared by the schedules
+
+    def _reduce(self) -> None:
+        part = self.context.gradients.reduce(self.total)
+        if self.reduced.empty:
+            self.reduced = part
+        else:
+            self.reduced.add_(part)
+
+    def _after_step(self) -> None:
+        """One trained step of one micro-batch is backpropagated, or found to add nothing."""
+        if self.context.sync == "per_step":
+            self._reduce()
 
     def _transition(
         self, request: Request, step: int, index: Tensor, latents: Tensor, noise: Tensor
@@ -165,9 +214,16 @@ class Schedule(ABC):
         weight = self.context.step_weights[step.step].item() / self.normaliser
         return (-values * weight).to(step.log_prob)
 
-    def _idle(self, coefficient: Tensor) -> bool:
-        """Whether these rows add nothing: every advantage is exactly zero and there is no KL term."""
-        return self.context.beta == 0 and not coefficient.any()
+    def _idle(self, rollout: Rollout, step: Step, coefficient: Tensor, advantages: Advantages) -> bool:
+        """Whether these rows add nothing: every advantage is exactly zero and there is no KL term. Where ranks keep step,
+        whether that is so on all of them."""
+        if self.context.beta > 0:
+            return False
+        peers = rollout.request.peers
+        if peers is None or not peers.in_step:
+            return not coefficient.any()
+        rows = peers.rows[peers.trained[:, step.step]]
+        return not advantages.of(rows.prompt, rows.generation).any()
 
     def _accumulate(self, policy_loss: Tensor, kl: Tensor | None) -> None:
         """Backpropagate one step of one micro-batch: ``policy_loss [n]`` and the step's KL ``[n]``."""
@@ -196,5 +252,5 @@ class Schedule(ABC):
 
 
 def ratio_deviation(log_prob: Tensor, rollout_log_prob: Tensor) -> float:
-    """Largest ``|p_theta / p_rollout - 1|`` over the rows."""
-    return torch.expm1(log_prob - rollout_log_prob).abs().max().item()
+    """Largest ``|p_theta / p_rollout - 1|`` over the rows; 0 if there are none."""
+    return torch.expm1(log_prob - rollout_log_prob).abs().max().item() if len(log_prob) else 0.0

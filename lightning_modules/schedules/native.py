@@ -17,6 +17,7 @@ from lightning_modules.advantages import Advantages
 from lightning_modules.flow.denoise import denoise
 from lightning_modules.objectives.surrogate import clipped_surrogate
 from lightning_modules.schedules.base import Context, Schedule, ratio_deviation
+from lightning_modules.telemetry import Tally
 from lightning_modules.types import Request, Rollout, Step
 
 
@@ -65,7 +66,7 @@ class Native(Schedule):
         return Rollout(request=request, latents=denoise(self.context.process, request, advance), steps=steps)
 
     def updates(self, rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
-        count, whole, rows = self.updates_per_rollout, self.normaliser, sum(map(len, rollouts))
+        count, whole, rows = self.updates_per_rollout, self.normaliser, _round_rows(rollouts)
         if count == 1 or self.samples_per_update == "all":
             parts = [rollouts] * count
         elif len(rollouts) < count:
@@ -77,7 +78,7 @@ class Native(Schedule):
             parts = [rollouts[len(rollouts) * k // count : len(rollouts) * (k + 1) // count] for k in range(count)]
         self.ratio_deviation.clear()
         for part in parts:
-            self.begin(whole * sum(map(len, part)) // rows)
+            self.begin(whole * _round_rows(part) // rows)
             yield part
 
     def begin(self, normaliser: int) -> None:
@@ -87,13 +88,15 @@ class Native(Schedule):
     def backward(self, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
         for rollout in rollouts:
             for step in rollout.steps:
-                size = self.micro_batch or len(step.index)
-                for start in range(0, len(step.index), size):
+                rows = rollout.request.trained_calls(step.step)
+                size = self.micro_batch or rows
+                for start in range(0, rows, size):
                     self._recompute(rollout, step.slice(start, start + size), advantages)
+                self._after_step()
 
     def _recompute(self, rollout: Rollout, step: Step, advantages: Advantages) -> None:
         coefficient = self._coefficient(rollout, step, advantages)
-        if self._idle(coefficient):
+        if self._idle(rollout, step, coefficient, advantages):
             return
         with torch.enable_grad():
             log_prob, kl = self._rescore(rollout.request, step)
@@ -104,7 +107,11 @@ class Native(Schedule):
         self.clipped += int(((ratio - 1).abs() > self.context.clip_range).sum())
         self.scored += len(ratio)
 
-    def metrics(self) -> dict[str, float]:
-        deviations = {f"ratio_deviation/step_{t}": d for t, d in sorted(self.ratio_deviation.items())}
-        share = {"clipped_share": self.clipped / self.scored} if self.scored else {}
-        return super().metrics() | deviations | share
+    def tally(self) -> Tally:
+        largest = {f"ratio_deviation/step_{t}": d for t, d in sorted(self.ratio_deviation.items())}
+        return super().tally() + Tally(means={"clipped_share": (self.clipped, self.scored)}, largest=largest)
+
+
+def _round_rows(rollouts: Sequence[Rollout]) -> int:
+    """Rows of these micro-batches on all ranks."""
+    return sum(rollout.request.round_rows for rollout in rollouts)

@@ -37,6 +37,7 @@ class Retain(Schedule):
         for rollout in rollouts:
             for k, step in enumerate(rollout.steps):
                 coefficient = self._coefficient(rollout, step, advantages)
-                if not self._idle(coefficient):
+                if not self._idle(rollout, step, coefficient, advantages):
                     self._accumulate(on_policy_surrogate(step.log_prob, coefficient), step.kl)
                 rollout.steps[k] = step.detached()
+                self._after_step()

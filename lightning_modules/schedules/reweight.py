@@ -58,6 +58,8 @@ class Reweight(Schedule):
             streaming wherever it is certain to be exact. Decided when training starts, never in mid-run.
     """
 
+    mixes_samples_late = True
+
     def __init__(self, storage: Literal["per_sample", "streaming", "auto"] = "auto") -> None:
         if storage not in ("per_sample", "streaming", "auto"):
             raise ValueError(f"storage={storage!r}: expected 'per_sample', 'streaming' or 'auto'")
@@ -92,7 +94,8 @@ class Reweight(Schedule):
         steps: list[Step] = []
 
         def advance(step: int, index: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
-            rows = [self._one_row(request, step, index, latents, noise, k, unit) for k in range(len(index))]
+            count = request.trained_calls(step)
+            rows = [self._one_row(request, step, index, latents, noise, k, unit) for k in range(count)]
             after, log_prob = torch.cat([a for a, _ in rows]), torch.cat([p for _, p in rows])
             steps.append(Step(step=step, index=index, latents=latents, next_latents=after, log_prob=log_prob))
             return after
@@ -103,14 +106,16 @@ class Reweight(Schedule):
     def _one_row(
         self, request: Request, step: int, index: Tensor, latents: Tensor, noise: Tensor, k: int, unit: list[Gradient]
     ) -> tuple[Tensor, Tensor]:
-        """Forward and backward row ``k`` of the step's rows -> next latents and log-prob of that row, detached."""
+        """Forward and backward row ``k`` of the step's rows -> next latents and log-prob of that row, detached; of none
+        past the last row."""
         with torch.enable_grad():
             one = slice(k, k + 1)
             after, log_prob, kl = self._transition(request, step, index[one], latents[one], noise[one])
             weight = self.context.step_weights[step].item()
-            self._backward(-weight * log_prob.sum(), 1, unit[int(index[k])], retain_graph=kl is not None)
+            into = unit[int(index[k])] if k < len(index) else self.context.gradients.buffer()
+            self._backward(-weight * log_prob.sum(), len(log_prob), into, retain_graph=kl is not None)
             if kl is not None:
-                self._backward(kl.sum() * (self.context.beta / self.normaliser), 1, self.kl_total)
+                self._backward(kl.sum() * (self.context.beta / self.normaliser), len(kl), self.kl_total)
         return after, log_prob.detach()
 
     def absorb(self, rollout: Rollout, rewards: Tensor) -> None:

@@ -57,7 +57,7 @@ def test_the_picture_shows_what_the_evaluation_draws(make_trainer, make_data):
     trainer = make_trainer(SampleGrid(prompts=6, images=1))
     trainer.datamodule = data
     grid = trainer.callbacks[0]
-    chosen = torch.cat([module.test_step(batch, 0).images for batch in grid._choose(trainer)])
+    chosen = torch.cat([module.test_step(batch, 0).images for batch in grid._choose(trainer, module)])
     whole = torch.cat([module.test_step(batch, 0).images for batch in data.test_dataloader()])
     assert torch.allclose(chosen, whole[::2], atol=1e-6)
 

@@ -77,6 +77,29 @@ def test_forwards_and_graphs_are_those_of_the_schedule(schedule, rows, graphs):
     assert plan.reference_bytes == plan.weight_bytes == 4 * plan.parameters  # TinyPolicy has no adapters to switch off
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoders_and_vae_have_a_line_each(family):
+    mine = policy(family)
+    plan = module(policy=mine).plan(PROMPTS[:1])
+    encoders = storages(t for part in mine.text.modules.values() for t in (*part.parameters(), *part.buffers()))
+    assert plan.encoder_bytes == pytest.approx(encoders, rel=0.1)
+    assert plan.vae_bytes == storages([*mine.frozen.vae.parameters(), *mine.frozen.vae.buffers()])
+    lines = [line.split("  ")[0] for line in str(plan).splitlines()]
+    assert lines[-2:] == ["text encoders", "VAE"]
+    assert plan.as_dict()["frozen_bytes"] == plan.frozen_bytes == plan.encoder_bytes + plan.vae_bytes
+
+
+@pytest.mark.parametrize("lacking", ["text", "vae"])
+def test_what_is_not_there_has_no_line(lacking):
+    mine = policy("sd3")
+    del mine.frozen._modules_by_name["vae" if lacking == "vae" else "text_encoder"]
+    if lacking == "text":
+        del mine.frozen._modules_by_name["text_encoder_2"], mine.frozen._modules_by_name["text_encoder_3"]
+    plan = module(policy=mine).plan(PROMPTS[:1])
+    assert (plan.encoder_bytes > 0, plan.vae_bytes > 0) == (lacking == "vae", lacking == "text")
+    assert ("text encoders" in str(plan), "VAE " in str(plan)) == (lacking == "vae", lacking == "text")
+
+
 def test_guidance_doubles_the_backbones_rows():
     guided = ClassifierFreeGuidance(policy("sd3"), 4.5)
     plan = module(policy=guided, beta=0.1).plan(PROMPTS[:2])

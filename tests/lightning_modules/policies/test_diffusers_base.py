@@ -4,12 +4,27 @@ import copy
 
 import pytest
 import torch
+from diffusers import AutoencoderKL
 
 from lightning_modules.flow.transitions import FlowSDE
-from lightning_modules.policies.text import PipelineText, TextEncoder
+from lightning_modules.policies.text import TextEncoder
 from lightning_modules.schedules.native import Native
 from tests.harness import Update
-from tests.tiny_models import FAMILIES, POLICIES, PROMPTS, TOKENS, move, pipeline, policy, sd3_transformer, tiny_lora
+from tests.tiny_models import (
+    FAMILIES,
+    POLICIES,
+    PROMPTS,
+    TOKENS,
+    flux_transformer,
+    image_vae,
+    move,
+    pipeline,
+    policy,
+    sd3_transformer,
+    tiny_lora,
+    video_vae,
+    wan_transformer,
+)
 
 
 def call(mine, prompts=("cross",), sigma=0.5, dtype=torch.float32):
@@ -161,6 +176,38 @@ def test_slicing_and_tiling_reach_the_vae(family):
     assert not plain.use_slicing and not plain.use_tiling
 
 
+@pytest.mark.parametrize(("family", "frames"), [("sd3", 1), ("flux", 1), ("wan21", 5), ("wan22", 5)])
+def test_a_picture_that_fits_one_tile_is_decoded_as_without_tiles(family, frames):
+    options = {"frames": frames} if family.startswith("wan") else {}
+    latents = torch.randn(2, *policy(family, **options).latent_shape)
+    tiled = policy(family, pipeline(family), vae_tiling=True, **options)
+    assert torch.equal(tiled.decode(latents), policy(family, **options).decode(latents))
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_tiles_are_decoded_apart_and_blended(family):
+    """Tiles of 8 latents (16 pixels), one every 6 latents, blended over 4 pixels: the first 12 are the first tile's alone,
+    and so are pixels 16 to 24 of the second."""
+    tiled = policy(family, pipeline(family), height=32, width=32, vae_tiling=True, decode_batch=1)
+    alone = policy(family, height=16, width=16)
+    latents = torch.randn(2, *tiled.latent_shape)
+    image = tiled.decode(latents)
+    assert image.shape == (2, 3, 32, 32)
+    first, second = alone.decode(latents[..., :8, :8]), alone.decode(latents[..., :8, 6:14])
+    torch.testing.assert_close(image[..., :12, :12], first[..., :12, :12], rtol=0, atol=1e-5)
+    torch.testing.assert_close(image[..., :12, 16:24], second[..., :12, 4:12], rtol=0, atol=1e-5)
+    assert (image - policy(family, height=32, width=32).decode(latents)).abs().max() > 1e-3  # approximate, as said
+
+
+@pytest.mark.parametrize("family", ["wan21", "wan22"])
+def test_tiles_of_a_video_keep_its_shape(family):
+    pipe = pipeline(family)
+    tiled = policy(family, pipe, height=96, width=64, frames=5, vae_tiling=True)
+    pipe.vae.enable_tiling(64, 64, 48, 48)  # smaller than the default of 256 pixels
+    video = tiled.decode(torch.randn(1, *tiled.latent_shape))
+    assert video.shape == (1, 3, 5, 96, 64) and 0 <= video.min() < video.max() <= 1
+
+
 def test_vae_and_encoders_ignore_autocast_and_the_default_dtype():
     mine = policy("sd3")
     latents, plain = torch.randn(1, *mine.latent_shape), mine.encode(["cross"]).tensors
@@ -257,6 +304,7 @@ def test_encoding_under_inference_mode_serves_training():
         ({"decode_batch": 0}, "decode_batch=0: give at least 1"),
         ({"text_device": "gpu"}, "text_device='gpu': choose cpu, offload or policy"),
         ({"max_sequence_length": 0}, "max_sequence_length=0: give at least 1"),
+        ({"max_sequence_length": 513}, "max_sequence_length=513: choose at most 512, the models' longest text"),
         ({"lora": tiny_lora("sd3", targets=("attn.to_q", "nowhere"))}, "nowhere"),
     ],
 )
@@ -271,6 +319,43 @@ def test_a_transformer_of_another_family_is_refused():
         ValueError, match="transformer is a FluxTransformer2DModel, SD3Policy needs a SD3Transformer2DModel"
     ):
         POLICIES["sd3"](transformer=pipe.transformer, text=None, vae=None, height=8, width=8)
+
+
+def test_a_vae_of_another_class_is_refused():
+    with pytest.raises(ValueError, match="vae is a AutoencoderKLWan, SD3Policy needs a AutoencoderKL"):
+        POLICIES["sd3"](transformer=sd3_transformer(), text=None, vae=video_vae(), height=32, width=32)
+
+
+def image_vae_of(**changes):
+    """Nothing but a class and a configuration, which is all that is looked at."""
+    config = dict(image_vae().config) | changes
+    with torch.device("meta"):
+        return AutoencoderKL.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("transformer", "vae", "message"),
+    [
+        (
+            sd3_transformer(in_channels=16, out_channels=16),
+            image_vae(),
+            "have 16 channels and the VAE's 4: give the VAE",
+        ),
+        (sd3_transformer(), image_vae_of(latent_channels=16), "have 4 channels and the VAE's 16"),
+        (sd3_transformer(in_channels=8), None, "takes 8 channels and gives 4, so it wants more than noise and text"),
+        (sd3_transformer(), image_vae_of(shift_factor=None), "no shift_factor in its config"),
+        (flux_transformer(in_channels=64), image_vae(), "have 16 channels and the VAE's 4"),
+        (flux_transformer(in_channels=96, out_channels=16), image_vae(), "takes 96 channels and gives 16"),
+        (flux_transformer(), image_vae_of(shift_factor=None), "no shift_factor in its config"),
+        (wan_transformer(in_channels=48, out_channels=48), video_vae(), "have 48 channels and the VAE's 4"),
+        (wan_transformer(in_channels=48, out_channels=48), video_vae("wan22"), "have 48 channels and the VAE's 4"),
+        (wan_transformer(in_channels=36, out_channels=16), None, "takes 36 channels and gives 16"),
+    ],
+)
+def test_components_that_do_not_fit_each_other_are_refused(transformer, vae, message):
+    kind = next(kind for kind in POLICIES.values() if isinstance(transformer, kind.transformer_class))
+    with pytest.raises(ValueError, match=message):
+        kind(transformer=transformer, text=None, vae=vae, height=32, width=32)
 
 
 def test_full_training_refuses_a_transformer_with_adapters():
@@ -293,7 +378,9 @@ def test_a_policy_without_encoders_or_vae_says_so():
         mine.decode(torch.zeros(1, *mine.latent_shape))
 
 
-def test_a_pipeline_without_an_encoder_is_refused():
-    with pytest.raises(ValueError, match="StableDiffusion3Pipeline has no text_encoder_3: load the pipeline with them"):
-        POLICIES["sd3"].text_class(pipeline("sd3", text_encoder_3=None))
-    assert issubclass(POLICIES["sd3"].text_class, PipelineText)
+@pytest.mark.parametrize("cached", [False, True])
+def test_no_prompts_are_refused(cached, tmp_path):
+    mine = policy("sd3", embedding_cache=str(tmp_path) if cached else None)
+    with pytest.raises(ValueError, match="no prompts to encode: give at least one"):
+        mine.encode([])
+    assert mine.encode([""]).tensors["text"].shape[0] == 1

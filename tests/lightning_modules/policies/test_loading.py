@@ -5,13 +5,25 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from jsonargparse import ArgumentParser
+from safetensors.torch import load_file, save_file
 
 from lightning_modules.lean_grpo import LeanGRPO
 from lightning_modules.policies.base import Policy
 from lightning_modules.policies.guidance import ClassifierFreeGuidance
 from lightning_modules.policies.lora import LoRA
-from tests.tiny_models import FAMILIES, POLICIES, TOKENS, flux_transformer, pipeline, policy, size, tiny_lora
+from tests.tiny_models import (
+    CLIP_TOKENS,
+    FAMILIES,
+    POLICIES,
+    TOKENS,
+    flux_transformer,
+    pipeline,
+    policy,
+    size,
+    tiny_lora,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +48,10 @@ def no_weights(monkeypatch):
         pytest.fail("weights were read")
 
     for kind in POLICIES.values():
-        for part in (kind.transformer_class, kind.vae_class, kind.pipeline_class):
+        encoders = [
+            getattr(transformers, kind.text_class.components[name]) for name in kind.text_class.pairs().values()
+        ]
+        for part in (kind.transformer_class, kind.vae_class, kind.pipeline_class, *encoders):
             monkeypatch.setattr(part, "from_pretrained", refuse)
 
 
@@ -71,7 +86,9 @@ def test_variant_of_the_files(folder):
     pipeline("sd3").save_pretrained(folder.with_name("both"), variant="fp16")
     loaded = load("sd3", folder.with_name("both"), variant="fp16")
     assert torch.equal(loaded.transformer.proj_out.weight, pipeline("sd3").transformer.proj_out.weight)
-    with pytest.raises(ValueError, match="no text encoders in .*nowhere.*give a local folder or a hub id, its variant"):
+    with pytest.raises(
+        ValueError, match="no weights of text_encoder in .*nowhere.*give a local folder or a hub id, its variant"
+    ):
         load("sd3", folder, variant="nowhere")
 
 
@@ -122,6 +139,196 @@ def test_another_transformer_in_the_index(folder, no_weights):
     with pytest.raises(
         ValueError, match="the transformer of .* is a FluxTransformer2DModel, SD3Policy needs a SD3Trans"
     ):
+        load("sd3", folder)
+
+
+@pytest.mark.parametrize("nonsense", ["T5EncoderModel", ["transformers"], ["transformers", 5], {}])
+def test_an_index_that_says_nothing_of_a_component(nonsense, folder, no_weights):
+    edit(folder / "model_index.json", text_encoder_3=nonsense)
+    with pytest.raises(ValueError, match="has no text_encoder_3 in its model_index.json"):
+        load("sd3", folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "other", "wanted"),
+    [
+        ("text_encoder", "CLIPTextModel", "CLIPTextModelWithProjection"),
+        ("text_encoder_3", "UMT5EncoderModel", "T5EncoderModel"),
+        ("tokenizer_2", "T5Tokenizer", "CLIPTokenizer"),
+        ("tokenizer_3", "CLIPTokenizerFast", "T5Tokenizer"),
+        ("vae", "AutoencoderKLWan", "AutoencoderKL"),
+    ],
+)
+def test_another_class_in_the_index(part, other, wanted, folder, no_weights):
+    edit(folder / "model_index.json", **{part: ["transformers", other]})
+    with pytest.raises(
+        ValueError, match=f"the {part} of .* is a {other}, SD3Policy needs a {wanted}: give a repository"
+    ):
+        load("sd3", folder)
+
+
+def test_the_older_names_of_the_tokenizers_are_known(folder):
+    """Released repositories name the classes of transformers 4."""
+    edit(
+        folder / "model_index.json",
+        tokenizer_2=["transformers", "CLIPTokenizerFast"],
+        tokenizer_3=["transformers", "T5TokenizerFast"],
+    )
+    ours, plain = load("sd3", folder).encode(["a red circle"]), policy("sd3").encode(["a red circle"])
+    torch.testing.assert_close(ours.tensors, plain.tensors)
+
+
+@pytest.mark.parametrize(("part", "other"), [("text_encoder_3", "text_encoder"), ("text_encoder", "text_encoder_3")])
+def test_another_text_encoder_in_its_folder(part, other, folder, no_weights):
+    shutil.copy(folder / other / "config.json", folder / part / "config.json")
+    kinds = {"text_encoder": "clip_text_model", "text_encoder_3": "t5"}
+    with pytest.raises(ValueError, match=f"{part}/config.json is of a {kinds[other]} model, expected {kinds[part]}"):
+        load("sd3", folder)
+
+
+def test_a_text_encoder_that_was_cut_out_of_a_larger_model(folder):
+    """CLIP repositories describe both towers in one file."""
+    config = json.loads((folder / "text_encoder/config.json").read_text())
+    both = {"model_type": "clip", "text_config": config, "projection_dim": config["projection_dim"]}
+    (folder / "text_encoder/config.json").write_text(json.dumps(both))
+    ours, plain = load("sd3", folder).encode(["cross"]), policy("sd3").encode(["cross"])
+    torch.testing.assert_close(ours.tensors, plain.tensors)
+
+
+def test_latents_of_another_vae_are_found_before_weights_are_read(folder, no_weights):
+    edit(folder / "vae/config.json", latent_channels=16)
+    with pytest.raises(ValueError, match="latents have 4 channels and the VAE's 16"):
+        load("sd3", folder)
+
+
+TOKENIZERS = [(family, name) for family in FAMILIES for name in POLICIES[family].text_class.pairs()]
+"""Every tokenizer of every family."""
+
+
+def no_files(folder):
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def no_vocabulary(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize("spoil", [no_files, no_vocabulary])
+@pytest.mark.parametrize(("family", "name"), TOKENIZERS)
+def test_a_tokenizer_without_its_vocabulary_is_found_before_weights_are_read(
+    family, name, spoil, folders, tmp_path, no_weights
+):
+    folder = shutil.copytree(folders / family, tmp_path / "base")
+    spoil(folder / name)
+    with pytest.raises(ValueError, match=rf"base/{name} knows \d+ tokens .*lacks its files.*give the complete folder"):
+        load(family, folder)
+
+
+def test_a_tokenizer_that_cannot_be_read(folder, no_weights):
+    (folder / "tokenizer_3/tokenizer.json").write_bytes(b"\0 no json")
+    with pytest.raises(ValueError, match="no files of tokenizer_3 in .* that can be read .*fetch damaged files again"):
+        load("sd3", folder)
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_a_tokenizer_without_its_length_is_found_before_weights_are_read(family, folders, tmp_path, no_weights):
+    folder = shutil.copytree(folders / family, tmp_path / "base")
+    (folder / "tokenizer/tokenizer_config.json").unlink()
+    with pytest.raises(
+        ValueError, match=f"base/tokenizer makes up to .* takes {CLIP_TOKENS}: its tokenizer_config.json is missing"
+    ):
+        load(family, folder)
+
+
+WEIGHTS = [
+    (family, name)
+    for family in ("sd3", "wan21")
+    for name in ("transformer", "vae", *POLICIES[family].text_class.pairs().values())
+]
+"""Every kind of network: CLIP, T5, umT5, both VAEs, two transformers."""
+
+
+def as_pickle(file):
+    """The same weights in the older format."""
+    name = "pytorch_model.bin" if file.name == "model.safetensors" else file.with_suffix(".bin").name
+    torch.save(load_file(file), file.with_name(name))
+    file.unlink()
+    return file.with_name(name)
+
+
+def truncated(content):
+    return content[: len(content) // 2]
+
+
+def garbage(content):
+    return b"garbage" * 1000
+
+
+def pointer(content):
+    """What a clone without git-lfs leaves."""
+    return b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
+
+
+@pytest.mark.parametrize("spoil", [truncated, garbage, pointer, bytes])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize(("family", "name"), WEIGHTS)
+def test_damaged_weights_are_named(family, name, kind, spoil, folders, tmp_path):
+    folder = shutil.copytree(folders / family, tmp_path / "base")
+    (file,) = (folder / name).glob("*.safetensors")
+    file = as_pickle(file) if kind == "bin" else file
+    file.write_bytes(b"" if spoil is bytes else spoil(file.read_bytes()))
+    with pytest.raises(
+        ValueError, match=f"no weights of {name} in .*base that can be read .*fetch damaged files again"
+    ):
+        load(family, folder)
+
+
+@pytest.mark.parametrize(("family", "name"), WEIGHTS)
+def test_weights_that_lack_a_tensor_are_not_made_up(family, name, folders, tmp_path):
+    folder = shutil.copytree(folders / family, tmp_path / "base")
+    (file,) = (folder / name).glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors[min(tensors)]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=f"the weights of {name} in .*base lack 1 tensors, first .*fetch that folder again"
+    ):
+        load(family, folder)
+
+
+@pytest.mark.parametrize("name", ["transformer", "text_encoder_3"])
+def test_weights_of_another_shape(name, folder):
+    (file,) = (folder / name).glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[min(tensors)] = torch.zeros(7, 5)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"no weights of {name} in .* that can be read"):
+        load("sd3", folder)
+
+
+def test_a_missing_shard(folder):
+    sharded = pipeline("sd3").transformer
+    shutil.rmtree(folder / "transformer")
+    sharded.save_pretrained(folder / "transformer", max_shard_size="40KB")
+    assert load("sd3", folder).latent_shape == (4, 4, 6)
+    next((folder / "transformer").glob("*-00002-of-*")).unlink()
+    with pytest.raises(ValueError, match="no weights of transformer in .* that can be read .*00002-of-"):
+        load("sd3", folder)
+
+
+def test_weights_in_the_older_format(folder):
+    for name in ("transformer", "vae", "text_encoder", "text_encoder_3"):
+        as_pickle(next((folder / name).glob("*.safetensors")))
+    ours, plain = load("sd3", folder), policy("sd3")
+    torch.testing.assert_close(ours.encode(["cross"]).tensors, plain.encode(["cross"]).tensors)
+    x = torch.randn(1, *plain.latent_shape)
+    torch.testing.assert_close(ours.decode(x), plain.decode(x))
+
+
+def test_a_config_of_nonsense(folder, no_weights):
+    edit(folder / "transformer/config.json", num_layers="two")
+    with pytest.raises(ValueError, match="no transformer/config.json in .* that can be read .TypeError"):
         load("sd3", folder)
 
 

@@ -2,8 +2,12 @@ import pytest
 import torch
 
 from lightning_modules.policies.base import Reference
+from lightning_modules.policies.guidance import ClassifierFreeGuidance
 from lightning_modules.policies.lora import adapter_layers
 from lightning_modules.policies.reference import AdapterReference, reference_of
+from lightning_modules.schedules.native import Native
+from lightning_modules.schedules.retain import Retain
+from lightning_modules.schedules.reweight import Reweight
 from tests.loop import Scorer, fit, module
 from tests.tiny_models import FAMILIES, PROMPTS, move, policy
 
@@ -74,32 +78,47 @@ def test_a_copy_follows_the_trainers_precision_and_keeps_its_name():
     assert reference.fingerprint() == name
 
 
+def frozen_weights(mine):
+    return {name: p.detach().clone() for name, p in mine.named_parameters() if not p.requires_grad}
+
+
 def brightness(images):
     return images.double().flatten(1).mean(1)
 
 
 class Failing(Scorer):
-    """Scores the first iteration, then raises."""
+    """Scores the first iteration and the second one's first group, then raises."""
 
     def on_rollout_end(self, trainer, pl_module, samples, scores):
         super().on_rollout_end(trainer, pl_module, samples, scores)
-        if pl_module.iteration == 1:
+        if pl_module.iteration == 1 and len(self.sizes) == 4:
             raise RuntimeError("the reward failed")
 
 
+@pytest.mark.parametrize("guided", [False, True], ids=["plain", "guided"])
+@pytest.mark.parametrize("schedule", [Native, Retain, Reweight])
+@pytest.mark.parametrize("trainable", KINDS)
 @pytest.mark.parametrize("family", ["sd3", "wan21"])
-def test_training_with_a_kl_term_leaves_everything_on_also_when_the_reward_raises(family, tmp_path):
-    mine = policy(family, height=16, width=16)
-    before = state_of(mine)
+def test_training_with_a_kl_term_leaves_everything_on_also_when_the_reward_raises(
+    family, trainable, schedule, guided, tmp_path
+):
+    mine = policy(family, height=16, width=16, trainable=trainable)
+    mine = ClassifierFreeGuidance(mine, 2.0).eval() if guided else mine.eval()
+    before, start, frozen = state_of(mine), mine(*question(mine)).detach(), frozen_weights(mine)
     seen = []
 
     class Watching(Failing):
         def on_train_batch_end(self, trainer, pl_module, *_):
             seen.append(pl_module.iteration_metrics["kl"])
 
-    model = module(policy=mine, beta=0.1, num_steps=2, generations_per_prompt=2, lr=0.1)
+    model = module(schedule(), policy=mine, beta=0.1, num_steps=2, generations_per_prompt=2, lr=0.1)
     with pytest.raises(RuntimeError, match="the reward failed"):
         fit(model, 3, root=tmp_path, prompts=PROMPTS[:2], scorer=Watching(brightness))
     assert state_of(mine) == before and seen == [0.0]
-    asked = question(mine)
-    assert not torch.equal(model._reference(*asked), mine(*asked))  # one update has moved the policy, not the anchor
+    assert all(torch.equal(weight, frozen[name]) for name, weight in frozen_weights(mine).items())
+    reference, asked = model._reference, question(mine)
+    assert type(reference) is KINDS[trainable]
+    assert torch.equal(reference(*asked), start) and not torch.equal(mine(*asked), start)  # one update moved the policy
+    assert state_of(mine) == before
+    if trainable == "full":
+        assert not any(p.requires_grad or p.grad is not None for p in reference._policy.parameters())

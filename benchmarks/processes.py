@@ -37,15 +37,16 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout:
 
 
 def _first_result(pipe: Connection, workers: list[Any], timeout: float) -> Any:
-    while True:
-        ready = wait([pipe, *(worker.sentinel for worker in workers if worker.exitcode is None)], timeout)
+    try:
+        ready = wait([pipe, *(worker.sentinel for worker in workers)], timeout)
         if pipe in ready:
             return pipe.recv()
-        failed = [f"rank {rank} (exit code {w.exitcode})" for rank, w in enumerate(workers) if w.exitcode]
-        if failed or not ready:
-            raise RuntimeError(
-                ", ".join(failed) + " failed, see above" if failed else f"no result within {timeout:g} s"
-            )
+    except EOFError:  # rank 0 died
+        pass
+    for worker in workers:
+        worker.join(timeout=1)
+    failed = [f"rank {rank} (exit code {w.exitcode})" for rank, w in enumerate(workers) if w.exitcode]
+    raise RuntimeError(", ".join(failed) + " failed, see above" if failed else f"no result within {timeout:g} s")
 
 
 def _work(

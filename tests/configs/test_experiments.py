@@ -18,6 +18,8 @@ from lightning_modules.policies.loading import DTYPES, Parts
 from lightning_modules.schedules.native import Native
 from lightning_modules.schedules.retain import Retain
 from lightning_modules.schedules.reweight import Reweight
+from rewards import hpsv2, ocr, pickscore, remote  # noqa: F401  (what the experiments name)
+from rewards.base import Reward
 from tests.loop import Scorer, fit
 from tests.tiny_models import SIZE, TOKENS, TRANSFORMERS, pipeline
 from train import main
@@ -73,6 +75,18 @@ def tiny_weights(monkeypatch):
     for module in (sd3, flux, wan):
         monkeypatch.setattr(module, "load_parts", load_parts)
     return asked
+
+
+@pytest.fixture
+def no_reward_weights(monkeypatch):
+    """Every reward judges colour; what it would load stays unread."""
+    for kind in _subclasses(Reward):
+        monkeypatch.setattr(kind, "load", lambda self: None)
+    monkeypatch.setattr(Reward, "__call__", lambda self, images, prompts, metadata: colour(images.cpu()))
+
+
+def _subclasses(kind):
+    return {kind, *(below for sub in kind.__subclasses__() for below in _subclasses(sub))}
 
 
 def small(file):
@@ -136,7 +150,7 @@ def test_it_trains_the_same_way_under_every_schedule(file, tiny_weights, tmp_pat
 @pytest.mark.parametrize(
     "file", [pytest.param(f, marks=() if first(f) else pytest.mark.slow) for f in EXPERIMENTS], ids=name
 )
-def test_its_command_line_runs(file, tiny_weights, tmp_path, capsys):
+def test_its_command_line_runs(file, tiny_weights, no_reward_weights, tmp_path, capsys):
     """Parsed, linked, instantiated and trained as a user does it, with the callbacks, the plan and the export."""
     cli = main(command_line(file, tmp_path / "runs"))
     assert (tiny_weights["path"], tiny_weights["family"]) == (
@@ -147,6 +161,18 @@ def test_its_command_line_runs(file, tiny_weights, tmp_path, capsys):
     assert f"under {type(cli.model.schedule).__name__}" in capsys.readouterr().out
     assert (tmp_path / "runs/version_0/plan.json").is_file()
     assert any((tmp_path / "runs/version_0/export/iteration_000002").iterdir())
+
+
+def test_the_recipe_with_two_updates_per_rollout_runs(tiny_weights, no_reward_weights, tmp_path):
+    """As the header of FLUX's FlowGRPO tells: the second update is off policy, so its ratio has left 1."""
+    file = ROOT / "configs/experiment/flux_dev/flowgrpo.yaml"
+    assert "--model.init_args.schedule configs/schedule/native_two_updates.yaml" in header_of(file)
+    line = [*command_line(file, tmp_path / "runs"), "--model.init_args.schedule", str(ROOT / "configs/schedule/native_two_updates.yaml"),
+            "--model.init_args.micro_batch", "1"]  # fmt: skip
+    model = main(line).model
+    assert (type(model.schedule), model.schedule.updates_per_rollout, model.iteration) == (Native, 2, 2)
+    deviations = [value for name, value in model.iteration_metrics.items() if name.startswith("ratio_deviation/")]
+    assert len(deviations) == 5 and max(deviations) > 0
 
 
 @every_experiment

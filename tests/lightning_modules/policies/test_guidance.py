@@ -130,3 +130,24 @@ def test_an_impossible_scale_is_refused(scale):
 def test_guidance_of_guidance_is_refused():
     with pytest.raises(ValueError, match="guided already"):
         ClassifierFreeGuidance(ClassifierFreeGuidance(Counting(), 2.0), 3.0)
+
+
+@pytest.mark.parametrize("family", ["sd3", "wan21", "wan22"])
+def test_prompts_of_different_lengths_do_not_change_one_another_under_guidance(family):
+    """In float64, where rounding cannot hide a leak: a scale of 4.5 amplifies what the branches differ by in fp32, which
+    is below 1e-6 each."""
+    inner = policy(family).eval()
+    guided = ClassifierFreeGuidance(inner, 4.5, "blue").double()
+    x = torch.randn(3, *guided.latent_shape, dtype=torch.float64)
+    sigma = torch.full((3,), 0.7, dtype=torch.float64)
+    together = guided(x, sigma, guided.encode(PROMPTS))
+    for n, prompt in enumerate(PROMPTS):
+        alone = guided(x[n : n + 1], sigma[:1], guided.encode([prompt]))
+        torch.testing.assert_close(together[n : n + 1], alone, rtol=0, atol=1e-6)
+    guided.float()
+    x, sigma = x.float(), sigma.float()
+    for prompts in (PROMPTS, ["blue"] * 3):
+        branch = inner(x, sigma, inner.encode(prompts))
+        for n, prompt in enumerate(prompts):
+            alone = inner(x[n : n + 1], sigma[:1], inner.encode([prompt]))
+            torch.testing.assert_close(branch[n : n + 1], alone, rtol=0, atol=1e-6)

@@ -19,7 +19,6 @@ CASES = [
     case
     for case in itertools.product(("sd3", "flux", "wan21", "wan22"), ("lora", "full"), (False, True), (False, True))
     if not (case[0] == "flux" and case[2])  # its guidance is embedded
-    and not (case[0] == "wan22" and case[1:] != ("lora", True, True))  # the same transformer as Wan 2.1
 ]
 
 

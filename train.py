@@ -18,9 +18,10 @@ import yaml
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from callbacks.checkpoint_io import AtomicCheckpointIO, check_is_file
+from callbacks.checkpoint_io import AtomicCheckpointIO, check_is_checkpoint
+from callbacks.run_folder import RunFolder
+from lightning_modules.strategies import check_strategy
 
 WHOLE_RUN = "set trainer.max_epochs: 1 and the number of rollouts by data.init_args.iterations"
 REFUSED = {
@@ -59,53 +60,26 @@ class TrainingCLI(LightningCLI):
         """Only look whether the file is there: checkpoints hold no hyperparameters that could override the config."""
         path = self.config[self.config.subcommand].ckpt_path
         if path is not None:
-            check_is_file(path)
+            check_is_checkpoint(path)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        if not self.model.automatic_optimization:
+        owns_update = not self.model.automatic_optimization
+        if owns_update:
             for name, (neutral, remedy) in REFUSED.items():
                 if config[name] not in (None, neutral):
                     raise ValueError(f"trainer.{name}={config[name]}: {remedy}")
-        folder = new_run_folder(Path(config["default_root_dir"] or "."))  # null is the working directory to Lightning
-        print(f"run folder: {folder}", flush=True)
-        return super()._instantiate_trainer(into(folder, config), callbacks)
-
-
-def into(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The Trainer's arguments with ``folder`` for all it writes: loggers where the user names none, safe checkpoints."""
-    loggers = config["logger"]
-    if loggers in (None, True):
-        loggers = [
-            CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1),
-            TensorBoardLogger(folder, name="", version="", default_hp_metric=False, flush_secs=10),
-        ]
-    plugins = config["plugins"] or []
-    plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
-    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-        plugins.append(AtomicCheckpointIO())
-    return config | {"default_root_dir": str(folder), "logger": loggers, "plugins": plugins}
-
-
-def new_run_folder(root: Path) -> Path:
-    """Make ``root/version_<n>`` with the first n that no run has taken; safe against runs that start together. Errors:
-    ``ValueError`` where nothing can be written."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        taken = [int(match[1]) for path in root.iterdir() if (match := re.fullmatch(r"version_(\d+)", path.name))]
-        return next(filter(_make, (root / f"version_{n}" for n in itertools.count(max(taken, default=-1) + 1))))
-    except OSError as error:
-        raise ValueError(
-            f"trainer.default_root_dir={str(root)!r}: {error}; give a folder that can be written"
-        ) from error
-
-
-def _make(folder: Path) -> bool:
-    """Whether the folder was not there and now is."""
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return False
-    return True
+        root = Path(config["default_root_dir"] or ".")  # null is the working directory to Lightning
+        default_loggers = config["logger"] in (None, True)
+        plugins = config["plugins"] or []
+        plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(AtomicCheckpointIO())
+        changed = {"plugins": plugins, "logger": False if default_loggers else config["logger"]}
+        trainer = super()._instantiate_trainer(config | changed, callbacks)
+        if owns_update:
+            check_strategy(trainer.strategy)  # before any process is started
+        trainer.callbacks.insert(0, RunFolder(root, loggers=default_loggers))  # pyright: ignore[reportAttributeAccessIssue]
+        return trainer
 
 
 def files_first(args: Sequence[str]) -> list[str]:

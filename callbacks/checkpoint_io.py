@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from callbacks.run_folder import replacing
+from lightning_modules.parallel.checkpoints import TREE, read_shards
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -41,13 +42,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; by default nothing but tensors and plain values, so that a file cannot run code.
+        """Read a checkpoint, also one that FSDP2 wrote as a folder of shards; by default nothing but tensors and plain
+        values, so that a file cannot run code. Of a file, tensors are read when they are used, through the page cache:
+        the processes of a node do not each need room for all of it.
 
         Errors: ``ValueError`` naming the path and the remedy for a missing, truncated or foreign file.
         """
-        check_is_file(path)
+        check_is_checkpoint(path)
         try:
-            checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only is not False)
+            if Path(path).is_dir():
+                checkpoint = read_shards(Path(path), device=map_location)
+            else:
+                checkpoint = torch.load(
+                    path, map_location=map_location, weights_only=weights_only is not False, mmap=map_location == "cpu"
+                )
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(
@@ -59,10 +67,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return checkpoint
 
 
-def check_is_file(path: str | Path) -> None:
-    """``ValueError`` unless ``path`` is a file; it names the checkpoints that lie in the same folder."""
+def check_is_checkpoint(path: str | Path) -> None:
+    """``ValueError`` unless ``path`` is a file, or a folder of shards; it names the checkpoints that lie in the same
+    folder."""
     path = Path(path)
-    if path.is_file():
+    if path.is_file() or (path / TREE).is_file():
         return
     near = sorted(str(file) for file in path.parent.glob("*.ckpt"))
     raise ValueError(

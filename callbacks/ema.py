@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
 from lightning_modules.lean_grpo import LeanGRPO
-from lightning_modules.parallel.tensors import laid_out_like, swapped_in, whole
+from lightning_modules.parallel.tensors import laid_out_like, swapped_in
 
 
 class EMA(Callback):
@@ -77,7 +77,7 @@ class EMA(Callback):
         pl_module.evaluation_weights = nullcontext
 
     def state_dict(self) -> dict[str, Any]:
-        return {"updates": self.updates, "weights": {name: whole(weight) for name, weight in self.weights.items()}}
+        return {"updates": self.updates, "weights": dict(self.weights)}  # the strategy gathers them
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.updates, self.weights = state_dict["updates"], dict(state_dict["weights"])

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from callbacks.estimates import Evaluation, Tally
 from callbacks.held_out import draw_samples, held_out_batches, undisturbed, validation_batches
 from callbacks.progress import say
+from callbacks.publish import publish
 from callbacks.scoring import check_rewards, score
 from datamodules.eval_batch import EvalBatch
 from lightning_modules.lean_grpo import LeanGRPO
@@ -90,8 +91,8 @@ class HeldOutEvaluation(Callback):
                     self._score(tally, samples, when)
             return tally
 
-        evaluation = _joined(pl_module.ranks.share(draw_and_score, when)).evaluation(pl_module.iteration)
-        _log(trainer, evaluation, name)
+        evaluation = Tally.joined(pl_module.ranks.share(draw_and_score, when)).evaluation(pl_module.iteration)
+        publish(trainer, pl_module, evaluation.scalars(name))
         self.seconds += time.perf_counter() - start
         result = evaluation.estimate(self.main)
         say(f"{name} {self.main} {result.mean:.3f} +- {result.stderr:.3f} ({len(evaluation.prompts)} prompts)")
@@ -121,12 +122,12 @@ class HeldOutEvaluation(Callback):
                 self._score(self._tally, samples, when)
 
     def _finish(self, trainer: Trainer, pl_module: LeanGRPO, name: str) -> None:
-        tally = _joined(pl_module.ranks.gather(self._tally))
+        tally = Tally.joined(pl_module.ranks.gather(self._tally))
         if len(tally):
             evaluation = tally.evaluation(pl_module.iteration)
             fitting = trainer.state.fn == TrainerFn.FITTING
             if fitting:
-                _log(trainer, evaluation, name)
+                publish(trainer, pl_module, evaluation.scalars(name))
             pl_module.log_dict(evaluation.scalars(name), logger=not fitting, batch_size=1)
         self._begin()
 
@@ -164,17 +165,3 @@ class HeldOutEvaluation(Callback):
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LeanGRPO) -> None:
         self._finish(trainer, pl_module, "test")
-
-
-def _joined(tallies: list[Tally]) -> Tally:
-    """What all ranks collected."""
-    joined = Tally()
-    for tally in tallies:
-        joined.merge(tally)
-    return joined
-
-
-def _log(trainer: Trainer, evaluation: Evaluation, name: str) -> None:
-    """Log at the iteration the policy is at, where the Trainer would count otherwise."""
-    for logger in trainer.loggers:
-        logger.log_metrics(evaluation.scalars(name), step=evaluation.iteration)

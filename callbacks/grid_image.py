@@ -25,10 +25,12 @@ _WIDTH = 1100
 _NARROWEST = 560
 """Least width of the picture, so that a title fits, pixels."""
 _GAP, _MARGIN = 4, 16
-_TITLE, _TEXT, _SMALL = 18, 13, 11
+_TITLE, _HEADING, _TEXT, _SMALL = 18, 15, 13, 11
 """Font sizes, pixels."""
 _CAPTION_LINES = 2
-_INK, _FAINT, _PAPER = (20, 20, 20), (110, 110, 110), (255, 255, 255)
+_SHELF_WIDTH, _SHELF_SMALLEST, _SHELF_LINES = 256, 192, 3
+"""Width of a shelf's blocks and bound on the longer side of its images, pixels, and lines of its captions."""
+_INK, _FAINT, _RULE, _PAPER = (20, 20, 20), (110, 110, 110), (210, 210, 210), (255, 255, 255)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,15 @@ class Block:
     """``[I, 3, H, W]`` float in [0, 1]; of a video ``[I, 3, F, H, W]`` the middle frame is drawn."""
     scores: Sequence[float] | None
     """[I], or ``None`` to show none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shelf:
+    """Blocks side by side under a name."""
+
+    name: str
+    blocks: Sequence[Block]
+    """Of one image each, all of one size."""
 
 
 def draw_grid(blocks: Sequence[Block], title: str) -> Image.Image:
@@ -59,6 +70,31 @@ def draw_grid(blocks: Sequence[Block], title: str) -> Image.Image:
     return page
 
 
+def draw_shelves(shelves: Sequence[Shelf], title: str) -> Image.Image:
+    """At least one shelf with at least one block -> RGB picture, one shelf below the other."""
+    drawn = [
+        [
+            _draw_block(b, width=_SHELF_WIDTH, smallest=_SHELF_SMALLEST, lines=_SHELF_LINES, digits=".3g")
+            for b in shelf.blocks
+        ]
+        for shelf in shelves
+    ]
+    columns = max(len(blocks) for blocks in drawn)
+    height = max(block.height for blocks in drawn for block in blocks)
+    head, step = _TITLE + 2 * _MARGIN, _line(_HEADING) + _GAP + height + _MARGIN
+    width = max(_NARROWEST, columns * (_SHELF_WIDTH + _MARGIN) + _MARGIN)
+    page = Image.new("RGB", (width, head + len(drawn) * step), _PAPER)
+    pen = ImageDraw.Draw(page)
+    pen.text((_MARGIN, _MARGIN), _wrap(title, width - 2 * _MARGIN, _font(_TITLE), 1)[0], fill=_INK, font=_font(_TITLE))
+    for row, (shelf, blocks) in enumerate(zip(shelves, drawn, strict=True)):
+        top = head + row * step
+        pen.text((_MARGIN, top), shelf.name, fill=_FAINT, font=_font(_HEADING))
+        pen.line([(_MARGIN, top + _line(_HEADING)), (width - _MARGIN, top + _line(_HEADING))], fill=_RULE)
+        for column, block in enumerate(blocks):
+            page.paste(block, (_MARGIN + column * (_SHELF_WIDTH + _MARGIN), top + _line(_HEADING) + _GAP))
+    return page
+
+
 def to_pictures(images: Tensor) -> list[Image.Image]:
     """``[N, 3, H, W]`` (or the middle frames of ``[N, 3, F, H, W]``) float in [0, 1] -> 8-bit RGB."""
     still = images if images.ndim == 4 else images[:, :, images.shape[2] // 2]
@@ -66,30 +102,38 @@ def to_pictures(images: Tensor) -> list[Image.Image]:
     return [Image.fromarray(np.ascontiguousarray(picture)) for picture in pixels]
 
 
-def _draw_block(block: Block) -> Image.Image:
-    tiles = [_resize(picture) for picture in to_pictures(block.images)]
-    width, height = tiles[0].size
-    caption_height = _CAPTION_LINES * _line(_TEXT)
-    total = len(tiles) * (width + _GAP) - _GAP
+def _draw_block(
+    block: Block,
+    *,
+    width: int | None = None,
+    smallest: int = _SMALLEST,
+    lines: int = _CAPTION_LINES,
+    digits: str = ".2f",
+) -> Image.Image:
+    """As wide as its images, or ``width`` pixels; the images stand at the left."""
+    tiles = [_resize(picture, smallest) for picture in to_pictures(block.images)]
+    side, height = tiles[0].size
+    caption_height = lines * _line(_TEXT)
+    total = width or len(tiles) * (side + _GAP) - _GAP
     canvas = Image.new("RGB", (total, caption_height + height + _line(_SMALL)), _PAPER)
     pen = ImageDraw.Draw(canvas)
-    lines = _wrap(block.caption, total, _font(_TEXT), _CAPTION_LINES)
-    for i, text in enumerate(lines):
-        pen.text((0, caption_height - (len(lines) - i) * _line(_TEXT)), text, fill=_INK, font=_font(_TEXT))
+    wrapped = _wrap(block.caption, total, _font(_TEXT), lines)
+    for i, text in enumerate(wrapped):
+        pen.text((0, caption_height - (len(wrapped) - i) * _line(_TEXT)), text, fill=_INK, font=_font(_TEXT))
     for i, tile in enumerate(tiles):
-        canvas.paste(tile, (i * (width + _GAP), caption_height))
+        canvas.paste(tile, (i * (side + _GAP), caption_height))
         if block.scores is not None:
-            centre = (i * (width + _GAP) + width // 2, caption_height + height + 1)
-            pen.text(centre, f"{block.scores[i]:.2f}", fill=_FAINT, font=_font(_SMALL), anchor="ma")
+            centre = (i * (side + _GAP) + side // 2, caption_height + height + 1)
+            pen.text(centre, f"{block.scores[i]:{digits}}", fill=_FAINT, font=_font(_SMALL), anchor="ma")
     return canvas
 
 
-def _resize(picture: Image.Image) -> Image.Image:
+def _resize(picture: Image.Image, smallest: int) -> Image.Image:
     longest = max(picture.size)
     if longest > _LARGEST:
         picture.thumbnail((_LARGEST, _LARGEST), Image.Resampling.LANCZOS)
         return picture
-    factor = math.ceil(_SMALLEST / longest)
+    factor = math.ceil(smallest / longest)
     return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
 
 

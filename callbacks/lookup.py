@@ -11,5 +11,10 @@ C = TypeVar("C", bound=Callback)
 
 def first_callback(trainer: Trainer, kind: type[C]) -> C | None:
     """The first callback of this class, or ``None``."""
+    return next(iter(every_callback(trainer, kind)), None)
+
+
+def every_callback(trainer: Trainer, kind: type[C]) -> list[C]:
+    """All callbacks of this class, in their order."""
     callbacks: list[Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue] (set by a connector)
-    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+    return [callback for callback in callbacks if isinstance(callback, kind)]

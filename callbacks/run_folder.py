@@ -2,15 +2,83 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+
+class RunFolder(Callback):
+    """Gives a run a folder of its own, ``<root>/version_<n>``, for all it writes. The first process chooses it once all are
+    connected, however they were launched, and tells the others. List it first: it sets the Trainer's
+    ``default_root_dir`` and loggers.
+
+    Args:
+        root: where run folders lie.
+        loggers: log metrics to a CSV file and TensorBoard in the folder.
+
+    Errors: ``ValueError`` on every rank where nothing can be written.
+    """
+
+    def __init__(self, root: Path, loggers: bool = True) -> None:
+        self.root, self.loggers = root, loggers
+        self.folder: Path | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.folder is None:
+            self.folder = self._choose(trainer)
+        trainer._default_root_dir = str(self.folder)
+        if self.loggers:
+            self.loggers = False  # once, also where one Trainer fits and then tests
+            trainer.loggers = [
+                CSVLogger(self.folder, name="", version="", flush_logs_every_n_steps=1),
+                TensorBoardLogger(self.folder, name="", version="", default_hp_metric=False, flush_secs=10),
+            ]
+            for logger in trainer.loggers:
+                _ = logger.experiment  # makes its files now, as the Trainer does for loggers that it was given
+
+    def _choose(self, trainer: Trainer) -> Path:
+        folder = error = None
+        if trainer.is_global_zero:
+            try:
+                folder = new_run_folder(self.root)
+                print(f"run folder: {folder}", flush=True)
+            except ValueError as refused:
+                error = str(refused)
+        folder, error = trainer.strategy.broadcast((folder, error))
+        if folder is None:
+            raise ValueError(error)
+        return folder
+
+
+def new_run_folder(root: Path) -> Path:
+    """Make ``root/version_<n>`` with the first n that no run has taken; safe against runs that start together. Errors:
+    ``ValueError`` where nothing can be written."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        taken = [int(match[1]) for path in root.iterdir() if (match := re.fullmatch(r"version_(\d+)", path.name))]
+        return next(filter(_make, (root / f"version_{n}" for n in itertools.count(max(taken, default=-1) + 1))))
+    except OSError as error:
+        raise ValueError(
+            f"trainer.default_root_dir={str(root)!r}: {error}; give a folder that can be written"
+        ) from error
+
+
+def _make(folder: Path) -> bool:
+    """Whether the folder was not there and now is."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def run_folder(trainer: Trainer) -> Path:

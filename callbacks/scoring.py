@@ -8,7 +8,7 @@ an interrupt passes through.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,20 @@ def describe(fault: Fault, samples: Samples, *, name: str, when: str) -> str:
         ids = samples.rows[slice(fault.sample, fault.sample + 1)]
         where = f"prompt {samples.prompts[fault.sample]!r} (prompt {ids.prompt.item()}, image {ids.generation.item()})"
     return f"reward {name!r} failed in {when} on {where}: {fault.reason}"
+
+
+def select(samples: Samples, chosen: Tensor) -> Samples:
+    """Those of the samples where ``chosen [N]`` bool, in order; the same object where that is all of them."""
+    if chosen.all():
+        return samples
+    index = chosen.nonzero().flatten()
+    return replace(
+        samples,
+        images=samples.images[index.to(samples.images.device)],
+        prompts=tuple(samples.prompts[k] for k in index.tolist()),
+        metadata=tuple(samples.metadata[k] for k in index.tolist()),
+        rows=samples.rows[index],
+    )
 
 
 def check_rewards(rewards: Mapping[str, Reward]) -> dict[str, Reward]:

@@ -1,7 +1,9 @@
 """What the evaluation loaders yield: every prompt of a file times n images, a slice of rows at a time.
 
-Of several ranks, rank r takes rows r, r + R, r + 2R, ...: no row twice, and all ranks yield the same number of batches,
-since drawing an image is a collective where the policy is sharded.
+Of several ranks, rank r takes rows r, r + R, r + 2R, ..., or whole batches of all rows in the same way: no row twice, and all
+ranks yield the same number of batches, since drawing an image is a collective where the policy is sharded. Dealing rows
+balances the work; dealing batches keeps their composition whatever the number of ranks, and with it the last bits of what is
+computed from them.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class EvalLoader:
         batch_size: rows per batch, >= 1.
         indices: the prompts to use, as positions in ``prompts``; all by default. ``prompt_index`` keeps the position.
         rank, ranks: which share of the rows this process draws.
+        whole_batches: deal batches instead of rows.
     """
 
     def __init__(
@@ -63,25 +66,28 @@ class EvalLoader:
         *,
         rank: int = 0,
         ranks: int = 1,
+        whole_batches: bool = False,
     ) -> None:
         for name, value in (("images_per_prompt", images_per_prompt), ("batch_size", batch_size)):
             if value < 1:
                 raise ValueError(f"{name}={value}: give an integer of at least 1")
         chosen = range(len(prompts)) if indices is None else indices
         self._prompts = prompts
-        self._batch_size = batch_size
         self._all = [(prompt, image) for prompt in chosen for image in range(images_per_prompt)]
-        self._rows = self._all[rank::ranks]
-        self._busiest = -(-len(self._all) // ranks)
+        if whole_batches:
+            batches = _cut(self._all, batch_size)
+            self._mine, self._length = batches[rank::ranks], -(-len(batches) // ranks)
+        else:
+            busiest = -(-len(self._all) // ranks)
+            self._mine, self._length = _cut(self._all[rank::ranks], batch_size), -(-busiest // batch_size)
 
     def __len__(self) -> int:
-        return -(-self._busiest // self._batch_size)
+        return self._length
 
     def __iter__(self) -> Iterator[EvalBatch]:
-        for first in range(0, self._busiest, self._batch_size):
-            rows = self._rows[first : first + self._batch_size]
-            surplus = not rows
-            rows = rows or self._all[:1]
+        for number in range(self._length):
+            surplus = number >= len(self._mine)
+            rows = self._all[:1] if surplus else self._mine[number]
             prompts = [self._prompts[index] for index, _ in rows]
             yield EvalBatch(
                 surplus=surplus,
@@ -90,3 +96,7 @@ class EvalLoader:
                 prompt_index=torch.tensor([index for index, _ in rows]),
                 image_index=torch.tensor([image for _, image in rows]),
             )
+
+
+def _cut(rows: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
+    return [rows[first : first + size] for first in range(0, len(rows), size)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_modules.advantages import Advantages, GroupAdvantage
+from lightning_modules.advantages import Advantages, GroupAdvantage, Rewards
 from lightning_modules.parallel.layout import Chunk, Layout, Round
 from lightning_modules.telemetry import Stopwatch, Tally, peak_memory_mib
 from lightning_modules.types import PromptBatch, Rollout, Rows, Samples, Scores
@@ -21,8 +22,20 @@ class Scored:
     rows: Rows
     values: dict[str, Tensor]
     """reward -> [n] float64, NaN = no score."""
-    total: Tensor
-    """[n] float64 weighted sum; NaN = dropped."""
+    applies: dict[str, Tensor]
+    """reward -> [n] bool, the samples it is meant for."""
+    weights: dict[str, float]
+    """reward -> its weight; 0 = only monitored."""
+
+    @property
+    def rewards(self) -> Rewards:
+        """Those that are trained on."""
+        names = [name for name, weight in self.weights.items() if weight]
+        return Rewards(
+            values=torch.stack([self.values[name] for name in names], dim=1),
+            applies=torch.stack([self.applies[name] for name in names], dim=1),
+            weights=tuple(self.weights[name] for name in names),
+        )
 
 
 class Iteration:
@@ -36,7 +49,7 @@ class Iteration:
         self.verified: dict[int, float] = {}
         self._tally = Tally()
         self._pending: list[tuple[Round, Rollout]] = []
-        self._scored: list[Scored] = []
+        self._scored: Scored | None = None
 
     def rolled_out(self, part: Round, rollout: Rollout) -> None:
         """This rank has made its share of a round."""
@@ -54,7 +67,8 @@ class Iteration:
 
     def record(self, scored: Iterable[Scored]) -> None:
         """Keep what was scored, by all ranks; in the order of the samples' ids, so that no sum depends on the layout."""
-        self._scored = _in_order([*self._scored, *scored])
+        parts = [*([] if self._scored is None else [self._scored]), *scored]
+        self._scored = _in_order(parts) if parts else None
 
     def ready(self, chunk: Chunk) -> tuple[list[Rollout], list[int]]:
         """After a chunk: the rollouts, not handed out before, all of whose round's groups are complete, and the prompts
@@ -66,15 +80,25 @@ class Iteration:
 
     def advantages(self, estimator: GroupAdvantage, prompts: Sequence[int] | None = None) -> Advantages:
         """Of the groups of these prompts, or of all the iteration's."""
-        rows, total = self._rows(), self._totals()
+        rows, rewards = self._all.rows, self._all.rewards
         known = torch.ones(len(rows), dtype=torch.bool)
         if prompts is not None:
             known = torch.isin(rows.prompt, torch.tensor(prompts))
-        return estimator(total[known], rows.prompt[known], rows.generation[known])
+        return estimator(rewards[known], rows.prompt[known], rows.generation[known])
+
+    def final_scale(self, estimator: GroupAdvantage) -> float:
+        """What the iteration's gradient still lacks. Errors: ``ValueError`` if every sample was dropped."""
+        self.total_rewards()
+        return estimator.final_scale(self._all.rewards, self._all.rows.prompt)
+
+    @property
+    def totals(self) -> Tensor:
+        """[n] float64 total rewards of the samples scored so far, on all ranks, by prompt and generation; NaN = dropped."""
+        return torch.empty(0, dtype=torch.float64) if self._scored is None else self._scored.rewards.total
 
     def total_rewards(self) -> Tensor:
         """Of all samples scored, NaN = dropped. Errors: ``ValueError`` if none is left; a single group may be lost whole."""
-        total = self._totals()
+        total = self.totals
         if total.isnan().all():
             raise ValueError(
                 f"every sample of iteration {self.batch.iteration} was dropped: no reward gave a finite score"
@@ -105,11 +129,11 @@ class Iteration:
 
     def metrics(self, estimator: GroupAdvantage, tallies: Iterable[Tally]) -> dict[str, float]:
         """Scalars of the iteration, by the names the README's table explains. ``tallies``: of every rank."""
-        total, rows = self.total_rewards(), self._rows()
+        total, rows = self.total_rewards(), self._all.rows
         valid = total.isfinite()
-        advantages = estimator(total, rows.prompt, rows.generation)
-        values = advantages.of(rows.prompt, rows.generation)[valid] * estimator.final_scale(total)
-        zero = sum(form.scale == 0.0 for form in advantages.groups.values())
+        advantages = self.advantages(estimator)
+        values = advantages.of(rows.prompt, rows.generation)[valid] * self.final_scale(estimator)
+        zero = sum(all(term.scale == 0.0 for term in terms) for terms in advantages.groups.values())
         metrics = {
             "reward": total[valid].mean().item(),
             "reward_group_std": _group_std(total, rows),
@@ -119,55 +143,82 @@ class Iteration:
             "dropped_samples": float((~valid).sum()),
             **sum(tallies, Tally()).metrics(),
         }
-        for name in self._scored[0].values:
-            scores = torch.cat([part.values[name] for part in self._scored])
-            metrics[f"reward/{name}"] = scores[scores.isfinite()].mean().item()
+        for name, applies in self._all.applies.items():
+            scores = self._all.values[name].where(applies, torch.nan)
+            scored, asked = scores[scores.isfinite()], int(applies.sum())
+            metrics[f"reward/{name}"] = scored.mean().item()
             metrics[f"reward/{name}_group_std"] = _group_std(scores, rows)
+            metrics[f"reward/{name}_dropped_share"] = 1.0 - len(scored) / asked if asked else 0.0
         if self.norms:
             metrics["grad_norm"], metrics["grad_norm_clipped"] = max(self.norms)
         return metrics
 
-    def _totals(self) -> Tensor:
-        return torch.cat([part.total for part in self._scored])
-
-    def _rows(self) -> Rows:
-        return Rows.joined([part.rows for part in self._scored])
+    @property
+    def _all(self) -> Scored:
+        assert self._scored is not None, "nothing was scored yet"
+        return self._scored
 
 
 def weigh(samples: Samples, scores: Scores) -> Scored:
-    """What the scorers filled in, checked and added up. Errors: ``ValueError`` if nobody scored, or with scores of another
-    length or infinite ones."""
-    if not any(scores.weights.get(name, 1.0) for name in scores.values):
+    """What the scorers filled in, checked; waits for those that work in the background, and raises what they raise.
+
+    Errors: ``ValueError`` if nobody scored, or with scores of another length or infinite ones, or a prompt to which no
+    weighted reward applies. A reward that is only monitored stops nothing: its scores become NaN, with a warning.
+    """
+    for wait in scores.pending:
+        wait()
+    weights = {name: scores.weights.get(name, 1.0) for name in scores.values}
+    if not any(weights.values()):
         raise ValueError(
             "no callback scored the rollout: add callbacks.RewardScoring with at least one weighted reward"
         )
-    total = torch.zeros(len(samples), dtype=torch.float64)
-    for name, values in scores.values.items():
-        if values.shape != total.shape or values.isinf().any():
-            raise ValueError(
-                f"reward {name!r} gave scores of shape {tuple(values.shape)} for {len(samples)} samples (infinite: "
-                f"{int(values.isinf().sum())}); give one finite score per sample, or NaN to drop it"
-            )
-        weight = scores.weights.get(name, 1.0)
-        if weight:
-            total += weight * values
-    if total.isinf().any():
+    everywhere = torch.ones(len(samples), dtype=torch.bool)
+    applies = {name: scores.applies.get(name, everywhere) for name in weights}
+    values = {name: _checked(name, scores.values[name], applies[name], monitored=not weights[name]) for name in weights}
+    scored = Scored(rows=samples.rows, values=values, applies=applies, weights=weights)
+    unserved = (~scored.rewards.applies.any(dim=1)).nonzero().flatten().tolist()
+    if unserved:
+        raise ValueError(
+            f"no weighted reward applies to the prompt {samples.prompts[unserved[0]]!r}: widen the routes of a reward, or "
+            "remove the prompt"
+        )
+    if scored.rewards.total.isinf().any():
         raise ValueError("the weighted sum of the rewards overflows float64: scale the rewards down")
-    return Scored(rows=samples.rows, values=dict(scores.values), total=total)
+    return scored
 
 
-def _in_order(parts: list[Scored]) -> list[Scored]:
-    """One record, its samples ordered by prompt and generation."""
-    names = list(dict.fromkeys(name for part in parts for name in part.values))
+def _checked(name: str, values: Tensor, applies: Tensor, *, monitored: bool) -> Tensor:
+    """[n] float64, one finite score or NaN per sample."""
+    fits = values.shape == applies.shape
+    if fits and not values[applies].isinf().any():
+        return values.double()
+    fault = (
+        f"reward {name!r} gave scores of shape {tuple(values.shape)} for {len(applies)} samples (infinite: "
+        f"{int(values.isinf().sum())})"
+    )
+    if not monitored:
+        raise ValueError(f"{fault}; give one finite score per sample, or NaN to drop it")
+    warnings.warn(f"{fault}; it is only monitored, and logged as NaN", stacklevel=3)
+    nothing = torch.full(applies.shape, torch.nan, dtype=torch.float64)
+    return values.double().where(values.isfinite(), nothing) if fits else nothing
+
+
+def _in_order(parts: list[Scored]) -> Scored:
+    """One record, its samples ordered by prompt and generation. Errors: ``ValueError`` if they are not scored alike."""
+    weights = parts[0].weights
+    if any(part.weights != weights for part in parts):
+        raise ValueError(
+            f"samples of one iteration were scored by different rewards or weights, {weights} and others: fill in every "
+            "reward for all samples, NaN where there is no score"
+        )
     rows = Rows.joined([part.rows for part in parts])
     order = rows.order()
-    return [
-        Scored(
-            rows=rows[order],
-            values={name: torch.cat([part.values[name] for part in parts])[order] for name in names},
-            total=torch.cat([part.total for part in parts])[order],
-        )
-    ]
+    return Scored(
+        rows=rows[order],
+        values={name: torch.cat([part.values[name] for part in parts])[order] for name in weights},
+        applies={name: torch.cat([part.applies[name] for part in parts])[order] for name in weights},
+        weights=weights,
+    )
 
 
 def _group_std(values: Tensor, rows: Rows) -> float:

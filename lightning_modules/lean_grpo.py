@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -37,12 +38,13 @@ from lightning_modules.parallel.norms import clip_grad_norm
 from lightning_modules.parallel.ranks import Ranks
 from lightning_modules.parallel.replicated import ReplicatedGradients
 from lightning_modules.parallel.sharded import ShardedGradients
+from lightning_modules.parallel.tensors import WholeTensors
 from lightning_modules.policies.base import Policy, Reference
-from lightning_modules.policies.fingerprint import frozen_fingerprint
+from lightning_modules.policies.fingerprint import fingerprint, frozen_fingerprint
 from lightning_modules.schedules.base import Context, Schedule, Sync
 from lightning_modules.state import ResumePoint, check_checkpoint, settle_loops, trained_part
 from lightning_modules.strategies import FSDP2Strategy, check_strategy
-from lightning_modules.types import Conditioning, PromptBatch, Request, Rollout, Rows, Samples, Scores
+from lightning_modules.types import Conditioning, DrawingSettings, PromptBatch, Request, Rollout, Rows, Samples, Scores
 
 if TYPE_CHECKING:
     from lightning_modules.plan.plan import Plan
@@ -154,8 +156,10 @@ class LeanGRPO(LightningModule):
         """The processes of the run."""
         self._kind = "single"
         self.seed = seed
+        self.sigmas = sigmas
+        self.eval_num_steps = num_steps if eval_num_steps is None else eval_num_steps
         self.sigma_grid = sigmas(num_steps, policy.num_tokens)
-        self.eval_sigma_grid = sigmas(num_steps if eval_num_steps is None else eval_num_steps, policy.num_tokens)
+        self.eval_sigma_grid = sigmas(self.eval_num_steps, policy.num_tokens)
         self.trained_steps = window.size(num_steps)
         weights = step_weights or ConstantStepWeights()
         self.step_weights = weights(transition, self.sigma_grid, window.candidates(num_steps))
@@ -166,6 +170,9 @@ class LeanGRPO(LightningModule):
         """What the last completed iteration logged."""
         self.evaluation_weights: Callable[[], AbstractContextManager[None]] = nullcontext
         """Entered whenever images are drawn for evaluation; a callback puts averaged weights in place here."""
+        self.chunks_ahead = 0
+        """Chunks of groups that are rolled out before the scores of one are waited for; a callback that scores in the
+        background asks for one here."""
         self._reference: Reference | None = None
         self._resume_point = ResumePoint()
         self._saved_steppers: list[str] = []
@@ -176,12 +183,10 @@ class LeanGRPO(LightningModule):
         self.policy.eval()  # no dropout, neither in the rollout nor in the update
         self._resume_point.begin()
         self._check_ranks(batch)
-        iteration = Iteration(batch, layout=self._layout(len(batch)), device=self.device)
+        iteration = Iteration(batch, layout=self.layout_of(len(batch)), device=self.device)
         try:
             self.schedule.begin(len(batch) * self.generations_per_prompt * self.trained_steps)
-            for chunk in iteration.layout.chunks(self.groups_in_flight, self.micro_batch):
-                scored = self.ranks.share(partial(self._roll_out, iteration, chunk), f"iteration {self.iteration}")
-                iteration.record(part for parts in scored for part in parts)
+            for chunk in self._scored_chunks(iteration):
                 if not self._holds_iteration:
                     rollouts, prompts = iteration.ready(chunk)
                     self._form_gradient(iteration, rollouts, iteration.advantages(self.advantage, prompts))
@@ -228,9 +233,33 @@ class LeanGRPO(LightningModule):
                 ),
             )
 
-    def _roll_out(self, iteration: Iteration, chunk: Chunk) -> list[Scored]:
-        """Sample, decode and score this rank's share of a chunk. Streaming Reweight is given each micro-batch's rewards
-        right after its rollout; otherwise a chunk is scored at once."""
+    def _scored_chunks(self, iteration: Iteration) -> Iterator[Chunk]:
+        """Roll out chunk after chunk; each is yielded once it is scored on all ranks. Where scorers work in the background,
+        the next one is rolled out meanwhile, unless the schedule wants rewards early."""
+        chunks = iteration.layout.chunks(self.groups_in_flight, self.micro_batch)
+        ahead = 0 if self.schedule.wants_rewards_early else min(self.chunks_ahead, len(chunks))
+        waiting: deque[list[Callable[[], Scored]]] = deque()
+        for position in range(len(chunks) + ahead):
+            chunk = chunks[position] if position < len(chunks) else None
+            work = partial(self._advance, iteration, chunk, waiting, due=position >= ahead)
+            scored = self.ranks.share(work, f"iteration {self.iteration}")
+            iteration.record(part for parts in scored for part in parts)
+            self._tell("on_scores", iteration.totals)
+            if position >= ahead:
+                yield chunks[position - ahead]
+
+    def _advance(
+        self, iteration: Iteration, chunk: Chunk | None, waiting: deque[list[Callable[[], Scored]]], due: bool
+    ) -> list[Scored]:
+        """Roll out a chunk; then, if due, the scores of the one that has waited longest."""
+        if chunk is not None:
+            waiting.append(self._roll_out(iteration, chunk))
+        with iteration.clock("reward"):
+            return [scored() for scored in waiting.popleft()] if due else []
+
+    def _roll_out(self, iteration: Iteration, chunk: Chunk) -> list[Callable[[], Scored]]:
+        """Sample, decode and announce this rank's share of a chunk; the scores are to be asked for. Streaming Reweight is
+        given each micro-batch's rewards right after its rollout; otherwise a chunk is scored at once."""
         early, samples, scored, failures = self.schedule.wants_rewards_early, [], [], []
         for part, request in self._requests(iteration, chunk):
             with iteration.clock("rollout"):
@@ -242,8 +271,9 @@ class LeanGRPO(LightningModule):
                 samples.append(iteration.samples(request.rows, self.policy.decode(rollout.latents)))
             if early and not failures:
                 try:
-                    scored.append(self._score(iteration, samples.pop()))
-                    self.schedule.absorb(rollout, scored[-1].total)
+                    rewards = self._score(iteration, samples.pop())()
+                    scored.append(partial(_given, rewards))
+                    self.schedule.absorb(rollout, self.advantage.columns(rewards.rewards))
                 except Exception as error:
                     if not self._in_step:
                         raise
@@ -254,15 +284,26 @@ class LeanGRPO(LightningModule):
             scored.append(self._score(iteration, Samples.joined(samples)))
         return scored
 
-    def _score(self, iteration: Iteration, samples: Samples) -> Scored:
-        """Announce the samples to the trainer's callbacks, which score them."""
+    def _score(self, iteration: Iteration, samples: Samples) -> Callable[[], Scored]:
+        """Announce the samples to the trainer's callbacks, which score them; what is returned waits for the scores."""
         scores = Scores()
         with iteration.clock("reward"), torch.no_grad():
-            for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-                hook = getattr(callback, "on_rollout_end", None)
-                if hook is not None:
-                    hook(self.trainer, self, samples, scores)
-        return weigh(samples, scores)
+            self._tell("on_rollout_end", samples, scores)
+        return partial(weigh, samples, scores)
+
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of this module's own on every callback that has it."""
+        for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if hasattr(callback, hook):
+                getattr(callback, hook)(self.trainer, self, *arguments)
+
+    @property
+    def reward_weights(self) -> tuple[float, ...] | None:
+        """Of the weighted rewards that the trainer's callbacks announce by an attribute of this name (a dict by reward);
+        ``None`` if none does."""
+        callbacks = [] if self._trainer is None else self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        announced = [callback.reward_weights for callback in callbacks if hasattr(callback, "reward_weights")]
+        return tuple(w for weights in announced for w in weights.values() if w) if announced else None
 
     def _form_gradient(self, iteration: Iteration, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
         with iteration.clock("update"):
@@ -281,7 +322,7 @@ class LeanGRPO(LightningModule):
         """Correction -> accumulation -> clipping -> optimizer step. An update to which nothing contributed is not taken:
         neither momentum nor weight decay may move the policy on no evidence."""
         with iteration.clock("update"):
-            self.schedule.finish(self.advantage.final_scale(iteration.total_rewards()))
+            self.schedule.finish(iteration.final_scale(self.advantage))
             parameters = self._trainable()
             if any(p.grad is not None for p in parameters):
                 norm = self._clip(parameters)
@@ -317,6 +358,7 @@ class LeanGRPO(LightningModule):
         prompt_index: Tensor,
         image_index: Tensor,
         seed: int = 0,
+        settings: DrawingSettings | None = None,
     ) -> Tensor:
         """Images by the deterministic sampler (Euler on the ODE, ``eval_num_steps`` steps).
 
@@ -324,41 +366,94 @@ class LeanGRPO(LightningModule):
             prompts: [n] one per image; equal prompts are encoded once.
             prompt_index, image_index: [n] int64 ids. The initial noise is a function of (seed, prompt_index,
                 image_index), so the same ids give the same image on any batch size, before and after training.
+            settings: other steps, guidance or size.
 
         Returns: ``[n, 3, H, W]`` (or video) float32 in [0, 1].
         """
         was_training = self.policy.training
         self.policy.eval()
         try:
-            rows = Rows(prompt=prompt_index, generation=image_index)
-            none = torch.zeros(len(rows), len(self.eval_sigma_grid) - 1, dtype=torch.bool)
-            noise = KeyedNoise(seed=seed, iteration=-1, rows=rows, latent_shape=self.policy.latent_shape)
-            request = Request(
-                rows=rows,
-                conditioning=self._encode(prompts),
-                initial=noise.initial().to(self.device),
-                noise=noise,
-                trained=none,
-                stochastic=none,
-            )
-            process = ReverseProcess(velocity=self.policy, transition=ODE(), sigmas=self.eval_sigma_grid)
-            with self.evaluation_weights():
-                return self.policy.decode(denoise(process, request))
+            with self._drawing_with(settings) as sigmas:
+                return self._denoise(prompts, Rows(prompt=prompt_index, generation=image_index), seed, sigmas)
         finally:
             self.policy.train(was_training)
 
+    def _denoise(self, prompts: Sequence[str], rows: Rows, seed: int, sigmas: Tensor) -> Tensor:
+        none = torch.zeros(len(rows), len(sigmas) - 1, dtype=torch.bool)
+        noise = KeyedNoise(seed=seed, iteration=-1, rows=rows, latent_shape=self.policy.latent_shape)
+        request = Request(
+            rows=rows,
+            conditioning=self._encode(prompts),
+            initial=noise.initial().to(self.device),
+            noise=noise,
+            trained=none,
+            stochastic=none,
+        )
+        process = ReverseProcess(velocity=self.policy, transition=ODE(), sigmas=sigmas)
+        with self.evaluation_weights():
+            return self.policy.decode(denoise(process, request))
+
+    @contextmanager
+    def _drawing_with(self, settings: DrawingSettings | None) -> Iterator[Tensor]:
+        """Inside, the policy draws as ``settings`` say; yields the evaluation's noise grid."""
+        chosen = settings or DrawingSettings()
+        with self.policy.drawing_with(guidance=chosen.guidance, height=chosen.height, width=chosen.width):
+            steps = chosen.num_steps or self.eval_num_steps
+            yield self.eval_sigma_grid if settings is None else self.sigmas(steps, self.policy.num_tokens)
+
+    def sampler(self, settings: DrawingSettings | None = None) -> dict[str, Any]:
+        """What :meth:`sample` does under ``settings``, as plain values for result files. Errors: ``ValueError`` on settings
+        that the policy or the noise grid cannot follow."""
+        with self._drawing_with(settings) as sigmas:
+            return {
+                "name": "Euler, ODE",
+                "num_steps": len(sigmas) - 1,
+                "sigmas": [round(sigma, 9) for sigma in sigmas.tolist()],
+                **self.policy.drawing(),
+                "precision": None if self._trainer is None else str(self._trainer.precision),
+            }
+
+    def identity(self) -> dict[str, Any]:
+        """What draws evaluation images, as plain values for result files: the policy, fingerprints of its frozen and its
+        trained weights, whether the latter are averaged ones, and how far it is trained. A collective where weights are
+        sharded."""
+        parameters = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        with self.evaluation_weights():
+            trained = fingerprint(WholeTensors(parameters))
+        return {
+            "policy": self.policy.identity(),
+            "frozen_weights": self._frozen_weights,
+            "trained_weights": trained,
+            "averaged": self.evaluation_weights is not nullcontext,
+            "iteration": self.iteration,
+        }
+
     def export(self, folder: Path) -> Path:
-        """Write what was trained, with the weights that evaluation uses, to a new folder which diffusers opens."""
-        from lightning_modules.export.policy import export_policy  # peft and diffusers' loaders take seconds to import
+        """Write what was trained, with the weights that evaluation uses, to a new folder which diffusers opens. The first
+        rank writes; where the policy is sharded all of them gather it there, in the CPU's memory."""
+        # peft and diffusers' loaders take seconds to import
+        from lightning_modules.export.gathered import gathered_policy
+        from lightning_modules.export.policy import export_policy
 
         with self.evaluation_weights():
-            return export_policy(self.policy, folder)
+            policy = self.policy if self._kind != "sharded" else gathered_policy(self.policy, self.ranks.rank == 0)
+            self.ranks.share(lambda: export_policy(policy, folder) if self.ranks.rank == 0 else folder, "the export")
+        return folder
 
     def how_to_open(self, folder: Path) -> str:
         """The line of Python that opens an export."""
         from lightning_modules.export.policy import how_to_open
 
         return how_to_open(self.policy, folder)
+
+    def layout_of(self, prompts: int) -> Layout:
+        """Which rank makes which generation in an iteration of so many prompts."""
+        return Layout(prompts=prompts, generations=self.generations_per_prompt, ranks=self.ranks.size, kind=self.layout)
+
+    @property
+    def in_update(self) -> bool:
+        """Whether the policy has moved since the last completed iteration, so that no checkpoint could be taken now."""
+        return self._resume_point.moved
 
     def plan(
         self,
@@ -379,6 +474,7 @@ class LeanGRPO(LightningModule):
             process=ReverseProcess(velocity=self.policy, transition=self.transition, sigmas=self.sigma_grid),
             window=self.window,
             advantage=self.advantage,
+            reward_weights=self.reward_weights,
             optimizer=self.optimizer,
             conditioning=self._encode(prompts[:1]),
             prompts=len(prompts),
@@ -397,12 +493,17 @@ class LeanGRPO(LightningModule):
         conditioning = self.policy.encode(unique)
         return conditioning.rows(torch.tensor([unique.index(p) for p in prompts]))
 
-    def _evaluate(self, batch: Any) -> Samples:
-        """This rank's images; none of a surplus batch, which is drawn only where every rank must call the policy."""
+    def draw(self, batch: Any, settings: DrawingSettings | None = None, seed: int | None = None) -> Samples:
+        """This rank's images of an ``EvalBatch``; none of a surplus one, which is drawn only where every rank must call the
+        policy. ``seed``: key of the noise, by default :attr:`eval_seed`; ``settings`` as for :meth:`sample`."""
         images = torch.empty(0, 3, 1, 1)
         if self._kind == "sharded" or not batch.surplus:
             images = self.sample(
-                batch.prompts, prompt_index=batch.prompt_index, image_index=batch.image_index, seed=self.eval_seed
+                batch.prompts,
+                prompt_index=batch.prompt_index,
+                image_index=batch.image_index,
+                seed=self.eval_seed if seed is None else seed,
+                settings=settings,
             )
         kept = slice(0, 0 if batch.surplus else len(images))
         return Samples(
@@ -413,13 +514,13 @@ class LeanGRPO(LightningModule):
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> Samples:
-        return self._evaluate(batch)
+        return self.draw(batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> Samples:
-        return self._evaluate(batch)
+        return self.draw(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Samples:
-        return self._evaluate(batch)
+        return self.draw(batch)
 
     # Lightning's side
 
@@ -462,6 +563,7 @@ class LeanGRPO(LightningModule):
                 backward=self._backward,
                 advantage=self.advantage,
                 generations=self.generations_per_prompt,
+                reward_weights=self.reward_weights,
                 step_weights=self.step_weights,
                 clip_range=self.clip_range,
                 beta=self.beta,
@@ -497,9 +599,6 @@ class LeanGRPO(LightningModule):
                 "the learning rate": [group["lr"] for group in self.optimizers().param_groups],  # type: ignore[union-attr]
             }
             check_same_on_all(self.ranks, facts, self._trainable())
-
-    def _layout(self, prompts: int) -> Layout:
-        return Layout(prompts=prompts, generations=self.generations_per_prompt, ranks=self.ranks.size, kind=self.layout)
 
     @property
     def _in_step(self) -> bool:
@@ -598,6 +697,10 @@ class LeanGRPO(LightningModule):
         for name in ("reward", "grad_norm"):
             self.log(name, metrics.get(name, 0.0), prog_bar=True, logger=False)
         self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
+
+
+def _given(scored: Scored) -> Scored:
+    return scored
 
 
 def _at_least(value: Any, low: int, name: str, why: str = "", below: float | None = None) -> Any:

@@ -55,6 +55,11 @@ class ResumePoint:
         """The policy is about to change: until :meth:`complete` no checkpoint can stand for a completed iteration."""
         self._moved = True
 
+    @property
+    def moved(self) -> bool:
+        """Whether the policy has changed since the last completed iteration."""
+        return self._moved
+
     def complete(self) -> None:
         self._start = None
         self._moved = False

@@ -230,6 +230,29 @@ class Samples:
         return replace(self, images=self.images.to(device, **options))
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrawingSettings:
+    """How an evaluation draws its images, where it differs from the module and its policy; ``None``: as they do.
+
+    Errors: ``ValueError`` on a number of steps or a size below 1.
+    """
+
+    num_steps: int | None = None
+    """steps of the deterministic sampler."""
+    guidance: float | None = None
+    """scale; 1 = the prompt alone."""
+    height: int | None = None
+    """of the images, pixels."""
+    width: int | None = None
+    """of the images, pixels."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "height", "width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give an integer of at least 1, or null")
+
+
 @dataclass(kw_only=True)
 class Scores:
     """One score vector per named reward: filled in by the scoring callbacks, read by the shell.
@@ -240,4 +263,9 @@ class Scores:
     values: dict[str, Tensor] = field(default_factory=dict)
     """name -> [N] float64 on the CPU. NaN = this sample has no score and is dropped (the scorer has already warned)."""
     weights: dict[str, float] = field(default_factory=dict)
-    """name -> weight in the total reward; 0 = only monitored."""
+    """name -> weight in the total reward; 0 = only monitored. A name without a weight has 1."""
+    applies: dict[str, Tensor] = field(default_factory=dict)
+    """name -> [N] bool, the samples that this reward is meant for, the same for all of a prompt; a name without an entry is
+    meant for all. Elsewhere its value is not looked at, and the sample is not dropped."""
+    pending: list[Callable[[], Any]] = field(default_factory=list)
+    """what the shell calls before it reads ``values``, and lets raise: a scorer that works in the background waits here."""

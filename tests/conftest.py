@@ -8,6 +8,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 import ipaddress
 import random
 import socket
+import sys
 from pathlib import Path
 
 import numpy
@@ -34,9 +35,8 @@ def _refuse(target: object) -> None:
     )
 
 
-@pytest.fixture(scope="session", autouse=True)
-def loopback_only():
-    """Refuse every connection and every name look-up that leaves this machine."""
+def stay_on_this_machine(patch: pytest.MonkeyPatch) -> None:
+    """Refuse every connection and every name look-up that leaves it."""
 
     def guarded(method):
         def guard(self, address, *arguments):
@@ -53,11 +53,23 @@ def loopback_only():
             _refuse(host)
         return look_up(host, *arguments, **settings)
 
+    patch.setattr(socket.socket, "connect", guarded(socket.socket.connect))
+    patch.setattr(socket.socket, "connect_ex", guarded(socket.socket.connect_ex))
+    patch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loopback_only():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket.socket, "connect", guarded(socket.socket.connect))
-        patch.setattr(socket.socket, "connect_ex", guarded(socket.socket.connect_ex))
-        patch.setattr(socket, "getaddrinfo", getaddrinfo)
+        stay_on_this_machine(patch)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left_behind():
+    yield
+    if "tests.ranks" in sys.modules:
+        sys.modules["tests.ranks"].close_pools()
 
 
 @pytest.fixture(scope="session", autouse=True)

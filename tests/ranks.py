@@ -13,6 +13,7 @@ import faulthandler
 import importlib.util
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -65,7 +66,7 @@ class Pool:
         replies = self._collect(time.monotonic() + timeout)
         failures = [f"rank {rank}:\n{reply[1]}" for rank, reply in enumerate(replies) if not reply[0]]
         if failures:
-            self.close()  # what failed may have left its peers out of step
+            self.close(patience=0.2)  # what failed may have left its peers out of step
             raise RankError("\n".join(failures))
         return [reply[1] for reply in replies]
 
@@ -95,36 +96,40 @@ class Pool:
                     raise TimeoutError
                 replies.append(pipe.recv())
             except (EOFError, ConnectionResetError):
+                self._processes[rank].join(timeout=2)
                 replies.append((False, f"died (exit code {self._processes[rank].exitcode})"))
             except TimeoutError:
                 replies.append((False, f"stuck; it was in\n{self._stack(rank)}"))
         return replies
 
     def _stack(self, rank: int) -> str:
-        import signal
-
         os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
         return (Path(self._stacks.name) / str(rank)).read_text()
 
-    def close(self) -> None:
+    def close(self, patience: float = 2.0) -> None:
+        """End the processes: idle ones by themselves, within ``patience`` seconds each, others by force."""
         for pipe in self._pipes:
             pipe.close()  # an idle process takes it as the end
         for process in self._processes:
-            process.join(timeout=2)
+            process.join(timeout=patience)
             if process.is_alive():
                 process.kill()
                 process.join()
+        if self._processes:
+            self._stacks.cleanup()
         self._processes, self._pipes = [], []
 
 
 def _work(pipe: Any, rank: int, ranks: int, port: int, stacks: str) -> None:
     """Life of one process: call what comes, until the pipe is closed."""
-    import signal
-
+    import pytest
     import torch
     import torch.distributed as dist
 
+    from tests.conftest import stay_on_this_machine
+
+    stay_on_this_machine(pytest.MonkeyPatch())
     with open(Path(stacks) / str(rank), "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         os.environ.update(
@@ -139,8 +144,15 @@ def _work(pipe: Any, rank: int, ranks: int, port: int, stacks: str) -> None:
                 call = pipe.recv()
             except (EOFError, OSError):
                 break
-            pipe.send(_call(*call))
+            _reply(pipe, *_call(*call))
     os._exit(0)  # gloo's threads outlive sharded models at a normal exit
+
+
+def _reply(pipe: Any, succeeded: bool, result: Any) -> None:
+    try:
+        pipe.send((succeeded, result))
+    except Exception:  # it cannot be pickled
+        pipe.send((False, traceback.format_exc()))
 
 
 def _call(file: str, module: str, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:

@@ -10,8 +10,9 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from callbacks.checkpoint_io import AtomicCheckpointIO
+from callbacks.run_folder import new_run_folder
 from tests.command_line import BRIGHTNESS, config, fit, load, rows, run_of, schedule, write
-from train import files_first, main, new_run_folder
+from train import files_first, main
 
 EVALUATION = {
     "class_path": "callbacks.evaluation.HeldOutEvaluation",

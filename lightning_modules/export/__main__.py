@@ -14,6 +14,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_modules.export.policy import export_policy, how_to_open
+from lightning_modules.parallel.checkpoints import read_shards
 from lightning_modules.policies.base import Policy
 from lightning_modules.policies.fingerprint import frozen_fingerprint
 from lightning_modules.state import check_checkpoint
@@ -36,7 +37,8 @@ def load_weights(policy: Policy, checkpoint: Path, *, raw: bool = False) -> str:
     Errors: ``ValueError`` on a file that is no checkpoint of this policy.
     """
     try:
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        folder = checkpoint.is_dir()  # sharded by FSDP2
+        content = read_shards(checkpoint) if folder else torch.load(checkpoint, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(
             f"{checkpoint} is no readable checkpoint ({error}): give one of a run's checkpoints/"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusers.models.modeling_utils import ModelMixin
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_modules.export.adapters import check_adapters, write_adapters
 from lightning_modules.export.full import check_full, write_full
@@ -27,7 +28,7 @@ def export_policy(policy: Policy, folder: str | Path) -> Path:
     The policy is left as it is, bit for bit. Errors: ``ValueError`` if ``folder`` exists or diffusers has no format for
     the policy; ``RuntimeError`` if the check fails. There is no folder then.
     """
-    folder, backbone = Path(folder), _backbone(policy)
+    folder, backbone = Path(folder), backbone_of(policy)
     if folder.exists():
         raise ValueError(f"{folder} exists: export to a new folder")
     write, check = (write_adapters, check_adapters) if adapter_layers(backbone) else (write_full, check_full)
@@ -46,13 +47,14 @@ def export_policy(policy: Policy, folder: str | Path) -> Path:
 
 def how_to_open(policy: Policy, folder: Path) -> str:
     """The line of Python that opens an export."""
-    backbone = _backbone(policy)
+    backbone = backbone_of(policy)
     if adapter_layers(backbone):
         return f"pipe.load_lora_weights({json.dumps(str(folder))})"
-    return f"transformer = {type(backbone.transformer).__name__}.from_pretrained({json.dumps(str(folder))})"
+    name = next(kind.__name__ for kind in type(backbone.transformer).__mro__ if not issubclass(kind, FSDPModule))
+    return f"transformer = {name}.from_pretrained({json.dumps(str(folder))})"
 
 
-def _backbone(policy: Policy) -> Any:
+def backbone_of(policy: Policy) -> Any:
     """The policy that holds the transformer: ``policy`` itself, or the one it wraps."""
     for module in policy.modules():
         if isinstance(module, Policy) and isinstance(getattr(module, "transformer", None), ModelMixin):

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_modules.parallel.ranks import Ranks
-
 
 class Gradient:
     """A gradient held apart: one tensor per parameter, ``None`` where nothing flowed yet."""
@@ -67,9 +65,9 @@ class Traffic:
     bytes: int = 0
     """Handed to collectives."""
 
-    def sent(self, tensor: Tensor, collectives: int = 1) -> None:
-        self.collectives += collectives
-        self.bytes += collectives * tensor.nbytes
+    def sent(self, tensor: Tensor) -> None:
+        self.collectives += 1
+        self.bytes += tensor.nbytes
 
 
 class LocalGradients:
@@ -106,18 +104,3 @@ class LocalGradients:
         for p, part in zip(self.parameters, reduced.tensors, strict=True):
             p.grad = None if part is None else part.to(p.dtype)
         reduced.clear()
-
-    @staticmethod
-    def present_anywhere(total: Gradient, ranks: Ranks) -> list[bool]:
-        """For each parameter, whether some rank has a gradient for it: zeros in place of none would let weight decay and
-        momentum move what nothing pulls at."""
-        present = [part is not None for part in total.tensors]
-        return [any(column) for column in zip(*ranks.gather(present, "the reduction of gradients"), strict=True)]
-
-
-def zeros_like_gradient(part: Tensor | None, parameter: Parameter) -> Tensor:
-    """``part`` or, where this rank has none, zeros of the parameter's shape, in at least fp32."""
-    if part is not None:
-        return part.to(torch.promote_types(part.dtype, torch.float32))
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    return torch.zeros(parameter.shape, dtype=wide, device=parameter.device)

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
+GRACE = 60.0
+"""Seconds that a rank which has failed waits for the others to hear of it, at most."""
 
 
 class Ranks:
@@ -43,27 +45,26 @@ class Ranks:
 
     def gather(self, value: T, what: str = "an exchange") -> list[T]:
         """Every rank's ``value`` (picklable and small), in the order of the ranks. Errors: ``RuntimeError`` naming the
-        ranks that do not arrive in time."""
-        if self.size == 1:
-            return [value]
-        self._wait_for_all(what)
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        ranks that do not arrive in time, or that have arrived at something else."""
+        return [value] if self.size == 1 else self._gather(value, what, self._timeout)
 
     def share(self, work: Callable[[], T], what: str) -> list[T]:
         """Do ``work`` on every rank and exchange the results. Where it fails on some rank no rank goes on: that rank
         raises its own exception, the others a ``RuntimeError`` that says which rank failed and how."""
         if self.size == 1:
             return [work()]
+        result: Any = None
+        failure: Exception | None = None
         try:
-            result, failure = work(), None
+            result = work()
         except Exception as error:
-            result, failure = None, error
+            failure = error
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
         try:
-            outcomes = self.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"), what)
-        except Exception:
-            if failure is not None:
+            patience = self._timeout if failure is None else min(GRACE, self._timeout)
+            outcomes = self._gather((result, message), what, patience)
+        except RuntimeError:
+            if failure is not None:  # where ranks wait for each other's layers they cannot come to hear of it
                 raise failure from None
             raise
         if failure is not None:
@@ -80,16 +81,36 @@ class Ranks:
         values = self.gather(repr(value), what)
         differing = [rank for rank, other in enumerate(values) if other != values[0]]
         if differing:
+            first, other = _around_first_difference(values[0], values[differing[0]])
             raise ValueError(
-                f"{what} is not the same on all ranks: {values[0][:200]} on rank 0, {values[differing[0]][:200]} on rank(s) "
-                f"{differing}; start all processes with the same config and checkpoint"
+                f"{what} is not the same on all ranks: {first} on rank 0, {other} on rank(s) {differing}; start all "
+                "processes with the same config and checkpoint"
             )
 
-    def _wait_for_all(self, what: str) -> None:
+    def _gather(self, value: T, what: str, timeout: float) -> list[T]:
         try:
-            dist.monitored_barrier(self._group, timeout=timedelta(seconds=self._timeout), wait_all_ranks=True)
+            dist.monitored_barrier(self._group, timeout=timedelta(seconds=timeout), wait_all_ranks=True)
+            arrived: list[Any] = [None] * self.size
+            dist.all_gather_object(arrived, (what, value), group=self._group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self.rank}: not every rank arrived at {what} within {self._timeout:g} s ({error}); look at the "
-                "log of the rank that is missing"
+                f"rank {self.rank}: not every rank arrived at {what} within {timeout:g} s ({error}); look at the log of "
+                "the rank that is missing"
             ) from error
+        elsewhere = {rank: place for rank, (place, _) in enumerate(arrived) if place != what}
+        if elsewhere:
+            raise RuntimeError(
+                f"rank {self.rank} is at {what}, but rank {', '.join(f'{r} at {p}' for r, p in elsewhere.items())}: the "
+                "ranks have taken different ways; start all processes with the same config and checkpoint"
+            )
+        return [value for _, value in arrived]
+
+
+def _around_first_difference(one: str, other: str, width: int = 200) -> tuple[str, str]:
+    """Both texts where they part, at most ``width`` characters of each."""
+    if max(len(one), len(other)) <= width:
+        return one, other
+    parting = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, parting - width // 2)
+    before = "..." if start else ""
+    return before + one[start : start + width], before + other[start : start + width]

@@ -20,6 +20,22 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+class WholeTensors(Mapping[str, Tensor]):
+    """The same tensors, each gathered only while it is looked at; ranks must look in the same order."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return whole(self._tensors[name].detach())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def laid_out_like(value: Tensor, parameter: Tensor) -> Tensor:
     """``value`` (whole and the same on every rank, or laid out so already) on the device and sharded as ``parameter`` is."""
     if not isinstance(parameter, DTensor):

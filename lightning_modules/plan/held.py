@@ -34,6 +34,8 @@ class Work:
     trained_steps: int
     """|S|."""
     advantage: GroupAdvantage
+    reward_weights: tuple[float, ...] | None = None
+    """of the weighted rewards; ``None``: unknown."""
     beta: float
     narrow: int
     """bytes of one gradient in the parameters' dtype."""
@@ -104,7 +106,7 @@ def _retain(schedule: Retain, work: Work) -> Held:
 
 @held.register
 def _reweight(schedule: Reweight, work: Work) -> Held:
-    streaming = schedule.storage != "per_sample" and work.advantage.is_affine(work.generations)
+    streaming = schedule.storage != "per_sample" and work.advantage.is_affine(work.generations, work.reward_weights)
     return Held(
         forward_rows=work.samples * work.num_steps,
         scored_rows=work.samples * work.trained_steps,
@@ -133,20 +135,21 @@ def _per_sample(work: Work) -> int:
 
 
 def _streaming(work: Work) -> int:
-    """The largest of all chunks; from the second on, the total is there beside them."""
-    chunks = [min(work.chunk, work.samples - start) for start in range(0, work.samples, work.chunk)]
-    return max(_streaming_chunk(work, rows, closed=k > 0) for k, rows in enumerate(chunks)) + _kl(work)
+    """Row by row, chunk by chunk: a micro-batch's unit gradients are folded one by one into the sums of their group, whose
+    closing makes the total if no earlier chunk has. Groups stay open to the end where no advantage is known before."""
+    opens = {0: 1, 1: work.advantage.terms(work.reward_weights)}  # a group's first row opens S0, its second every S1
+    sums = peak = total = 0
+    for chunk in _parts(0, work.samples, work.chunk):
+        for call in _parts(chunk.start, chunk.stop, work.call):
+            for row in call:
+                peak = max(peak, (call.stop - row) * work.narrow + (sums + total) * work.wide)
+                sums += opens.get(row % work.generations, 0)
+                peak = max(peak, (call.stop - row) * work.narrow + (sums + total) * work.wide)
+        if chunk.stop == work.samples or not work.advantage.needs_iteration:
+            total = 1
+            peak, sums = max(peak, (sums + total) * work.wide), 0
+    return peak + _kl(work)
 
 
-def _streaming_chunk(work: Work, rows: int, closed: bool) -> int:
-    """Row by row: a micro-batch's unit gradients are folded one by one into two sums per group, whose closing makes the
-    total if no earlier chunk has."""
-    sums = peak = 0
-    for start in range(0, rows, work.call):
-        units = min(work.call, rows - start)
-        peak = max(peak, units * work.narrow + sums * work.wide)
-        for row in range(start, start + units):
-            sums += row % work.generations < 2  # the first row opens S0, the second S1
-            peak = max(peak, units * work.narrow + sums * work.wide)
-            units -= 1
-    return max(peak + closed * work.wide, (sums + 1) * work.wide)
+def _parts(start: int, stop: int, size: int) -> list[range]:
+    return [range(first, min(first + size, stop)) for first in range(start, stop, size)]

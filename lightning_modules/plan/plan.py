@@ -154,6 +154,7 @@ def plan(
     beta: float = 0.0,
     seed: int = 0,
     ranks: int = 1,
+    reward_weights: tuple[float, ...] | None = None,
     device: torch.device | str | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Plan:
@@ -163,6 +164,7 @@ def plan(
         conditioning: of any prompt; at least one row, of which only shape and dtype matter.
         prompts: B, prompts of an iteration.
         ranks: processes that share an iteration's samples.
+        reward_weights: of the weighted rewards; ``None``: unknown.
         device: whose kernels are assumed; ``None``: the policy's, or the CPU for a policy on ``meta``.
         autocast: makes the context that training runs in.
         others: as in ``LeanGRPO``.
@@ -179,6 +181,7 @@ def plan(
         num_steps=process.num_steps,
         trained_steps=size,
         advantage=advantage,
+        reward_weights=reward_weights,
         beta=beta,
         narrow=_nbytes(trained),
         wide=sum(p.numel() * max(p.element_size(), 4) for p in trained),

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,44 @@ class Policy(nn.Module, ABC):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    def identity(self) -> dict[str, Any]:
+        """What draws, as plain values for result files: the class, and where its weights came from."""
+        return {"class": f"{type(self).__module__}.{type(self).__qualname__}"}
+
+    def drawing(self) -> dict[str, Any]:
+        """What shapes an image beside prompt, noise and steps, as plain values: ``guidance`` (1 = the prompt alone),
+        ``height`` and ``width`` (pixels; ``None`` where the policy does not say) and what a class adds."""
+        return {"guidance": 1.0, "height": None, "width": None}
+
+    @contextmanager
+    def drawing_with(
+        self, *, guidance: float | None = None, height: int | None = None, width: int | None = None
+    ) -> Iterator[None]:
+        """Inside, the policy draws with another guidance scale or at another size (pixels), ``None`` for no change;
+        afterwards, also after an exception, as before. Errors: ``ValueError`` on what it cannot change."""
+        before = self.drawing()
+        wanted = {"guidance": guidance, "height": height, "width": width}
+        changes = {name: value for name, value in wanted.items() if value is not None and value != before[name]}
+        try:
+            if changes:
+                self._redraw(changes)
+            yield
+        finally:
+            if changes:
+                self._redraw({name: before[name] for name in changes}, restore=True)
+
+    def _redraw(self, changes: Mapping[str, Any], restore: bool = False) -> None:
+        """Take over changed values of :meth:`drawing`; ``restore``: those of before."""
+        if restore:
+            return
+        name, value = next(iter(changes.items()))
+        remedy = (
+            "wrap it in ClassifierFreeGuidance with scale: 1 to draw with guidance in evaluation alone"
+            if name == "guidance"
+            else "leave it out"
+        )
+        raise ValueError(f"{name}={value}: {type(self).__name__} draws with {self.drawing()[name]} only; {remedy}")
 
     def reference(self) -> Reference:
         """The policy as it is now, frozen: the anchor of the KL term. A copy here; an adapter policy switches off its

@@ -174,7 +174,25 @@ class DiffusersPolicy(Policy):
         """Adapters off, or a frozen copy of the transformer."""
         return reference_of(self)
 
+    def identity(self) -> dict[str, Any]:
+        """Also ``path`` and what is trained: ``full`` or the adapters."""
+        config: Any = self.transformer.config
+        trained = "full" if self.lora is None else f"{self.lora}"
+        return super().identity() | {"path": config.get("_name_or_path") or None, "trained": trained}
+
+    def drawing(self) -> dict[str, Any]:
+        """Also ``frames``."""
+        return super().drawing() | {"height": self.height, "width": self.width, "frames": self.frames}
+
     # the machinery
+
+    def _redraw(self, changes: Mapping[str, Any], restore: bool = False) -> None:
+        """Another size is another geometry; the rest is the family's."""
+        self.height, self.width = changes.get("height", self.height), changes.get("width", self.width)
+        vae: Any = getattr(self.frozen, "vae", None)
+        self._latent_shape = self.geometry(self.transformer.config, None if vae is None else vae.config)
+        if others := {name: value for name, value in changes.items() if name not in ("height", "width")}:
+            super()._redraw(others, restore)
 
     def _embed(self, prompts: list[str]) -> dict[str, Tensor]:
         if self.text is None:
@@ -197,12 +215,16 @@ class DiffusersPolicy(Policy):
     def _apply(self, fn: Any, recurse: bool = True) -> DiffusersPolicy:
         """Keep in fp32 what the model's class keeps there (rotary frequencies, norms) and fp32 adapters, whatever the trainer
         casts the rest to: rounded to bf16, the positions of a video would run together, and small updates be lost."""
-        before = {name: tensor.data for name, tensor in self._kept_in_fp32()}
-        super()._apply(fn, recurse)
-        for name, tensor in self._kept_in_fp32():
-            if tensor.dtype.itemsize < before[name].dtype.itemsize:
-                tensor.data = before[name].to(tensor.device)
-        return self
+        kept = {id(tensor) for _, tensor in self._kept_in_fp32()}
+
+        def apply(tensor: Tensor) -> Tensor:
+            if id(tensor) in kept:
+                sample = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+                if sample.dtype.itemsize < tensor.dtype.itemsize:
+                    return tensor.to(sample.device)
+            return fn(tensor)
+
+        return super()._apply(apply, recurse)
 
     def _kept_in_fp32(self) -> Iterator[tuple[str, Tensor]]:
         keep = set(getattr(self.transformer, "_keep_in_fp32_modules", None) or ())

@@ -11,7 +11,7 @@ rounded there, the same way in the rollout and in a recomputation.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,11 +77,7 @@ class FluxPolicy(DiffusersPolicy):
     default_max_sequence_length = 512
 
     def __init__(self, *, guidance: float | None = 3.5, **options: Any) -> None:
-        if guidance is not None and not (math.isfinite(guidance) and guidance >= 0):
-            raise ValueError(
-                f"guidance={guidance}: give a finite number of at least 0, or null for a model that embeds none"
-            )
-        self.guidance = guidance
+        self.guidance = _check_guidance(guidance)
         super().__init__(**options)
 
     @classmethod
@@ -128,6 +124,16 @@ class FluxPolicy(DiffusersPolicy):
         rows, columns = (check_multiple(s, getattr(self, s), image_scale(vae) * PATCH) for s in ("height", "width"))
         return (channels, rows * PATCH, columns * PATCH)
 
+    def drawing(self) -> dict[str, Any]:
+        """``guidance`` is the embedded scale; 1 where the model embeds none."""
+        return super().drawing() | {"guidance": 1.0 if self.guidance is None else self.guidance}
+
+    def _redraw(self, changes: Mapping[str, Any], restore: bool = False) -> None:
+        others = dict(changes)
+        if self.guidance is not None and "guidance" in others:
+            self.guidance = _check_guidance(others.pop("guidance"))
+        super()._redraw(others, restore)
+
     def velocity(self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor]) -> Tensor:
         _, _, height, width = latents.shape
         tokens = self.transformer(
@@ -144,6 +150,14 @@ class FluxPolicy(DiffusersPolicy):
 
     def unscale(self, latents: Tensor) -> Tensor:
         return latents / self._vae.config.scaling_factor + self._vae.config.shift_factor
+
+
+def _check_guidance(guidance: float | None) -> float | None:
+    if guidance is not None and not (math.isfinite(guidance) and guidance >= 0):
+        raise ValueError(
+            f"guidance={guidance}: give a finite number of at least 0, or null for a model that embeds none"
+        )
+    return guidance
 
 
 def pack(latents: Tensor) -> Tensor:

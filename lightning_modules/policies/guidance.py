@@ -10,7 +10,9 @@ for RL, which sharpens a policy much as guidance does (FlowGRPO, arXiv 2505.0547
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +39,7 @@ class ClassifierFreeGuidance(Policy):
 
     def __init__(self, policy: Policy, scale: float, negative_prompt: str = "", batched: bool = True) -> None:
         super().__init__()
-        if not (math.isfinite(scale) and scale >= 0):
-            raise ValueError(f"scale={scale}: give a finite number of at least 0; 1 is no guidance")
+        _check_scale(scale)
         if isinstance(policy, ClassifierFreeGuidance):
             raise ValueError(f"the policy is guided already, with scale={policy.scale}: wrap the unguided one")
         self.policy, self.scale, self.negative_prompt, self.batched = policy, scale, negative_prompt, batched
@@ -80,9 +81,38 @@ class ClassifierFreeGuidance(Policy):
     def decode(self, latents: Tensor) -> Tensor:
         return self.policy.decode(latents)
 
+    def identity(self) -> dict[str, Any]:
+        return self.policy.identity()
+
+    def drawing(self) -> dict[str, Any]:
+        """The wrapped policy's, with w as ``guidance`` and, where w is not 1, the ``negative_prompt``; guidance that the
+        wrapped policy has of its own becomes ``inner_guidance``."""
+        inner = self.policy.drawing()
+        own = {"guidance": self.scale} | ({} if self.scale == 1 else {"negative_prompt": self.negative_prompt})
+        return inner | own | ({} if inner["guidance"] == 1 else {"inner_guidance": inner["guidance"]})
+
+    @contextmanager
+    def drawing_with(
+        self, *, guidance: float | None = None, height: int | None = None, width: int | None = None
+    ) -> Iterator[None]:
+        """``guidance`` is w; the size is the wrapped policy's."""
+        before = self.scale
+        with self.policy.drawing_with(height=height, width=width):
+            try:
+                self.scale = before if guidance is None else _check_scale(guidance)
+                yield
+            finally:
+                self.scale = before
+
     def reference(self) -> Reference:
         """The guided velocity of the wrapped policy as it is now."""
         return reference_of(self)
+
+
+def _check_scale(scale: float) -> float:
+    if not (math.isfinite(scale) and scale >= 0):
+        raise ValueError(f"scale={scale}: give a finite number of at least 0; 1 is no guidance")
+    return scale
 
 
 def _split(conditioning: Conditioning) -> tuple[Conditioning, Conditioning]:

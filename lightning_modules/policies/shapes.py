@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
@@ -127,6 +128,7 @@ class ShapesPolicy(Policy):
             pos_embed_max_size=IMAGE_SIZE // patch_size,
         )
         self.frozen = FrozenParts(text=WordEmbedding(width))
+        self.path = weights
         if weights is not None:
             self._load_weights(weights)
 
@@ -158,6 +160,13 @@ class ShapesPolicy(Policy):
 
     def decode(self, latents: Tensor) -> Tensor:
         return ((latents.float() + 1) / 2).clamp(0, 1)
+
+    def identity(self) -> dict[str, Any]:
+        """Also ``path``, the file's name, and the architecture."""
+        return super().identity() | {"path": self.path and Path(self.path).name, **self.architecture}
+
+    def drawing(self) -> dict[str, Any]:
+        return super().drawing() | {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
 
     def save_weights(self, path: str | Path, *, made_by: Mapping[str, object]) -> None:
         """Write transformer and text embedding as safetensors: parameters in bf16, buffers as they are.

@@ -57,6 +57,8 @@ class Context:
     """only its properties are read, to choose how to hold gradients."""
     generations: int
     """M, the size of a whole group."""
+    reward_weights: tuple[float, ...] | None = None
+    """of the weighted rewards; ``None``: unknown."""
     step_weights: Tensor
     """[T] float64."""
     clip_range: float = 1e-4
@@ -114,7 +116,8 @@ class Schedule(ABC):
         """Sample one micro-batch, recording its trained steps."""
 
     def absorb(self, rollout: Rollout, rewards: Tensor) -> None:
-        """``rewards [N]`` float64 (NaN = dropped) of a rollout, before its group is complete."""
+        """``rewards [N]`` or ``[N, K]`` float64 (NaN = dropped) of a rollout, before its group is complete: what the advantage
+        is affine in."""
         assert not self.wants_rewards_early, f"{type(self).__name__} wants rewards early but does not take them"
 
     @abstractmethod

@@ -8,8 +8,9 @@ needs no reward. So the graph of a step lives only until its own backward, and w
 
     S0 = sum_i g_i,   S1 = sum_i (r_i - c) g_i,   sum_i A_i g_i = s (S1 - (mean - c) S0)
 
-with ``c`` the group's first reward, so that neither sum cancels a large common offset. Memory no longer depends on the
-number of generations; each reward is needed right after its sample.
+with ``c`` the group's first reward, so that neither sum cancels a large common offset. Several rewards that are normalised
+apart, ``A_i = sum_k s_k (r_ik - mean_k)``, have one S1 and one c each and share S0. Memory no longer depends on the number
+of generations; each reward is needed right after its sample.
 
 Trained steps run sample by sample: b backwards through one batched graph would each pay for the whole batch. A small
 model, which one sample does not fill the machine with, is therefore slower under Reweight than under Native.
@@ -17,6 +18,7 @@ model, which one sample does not fill the machine with, is therefore slower unde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -43,11 +45,13 @@ class ReweightRollout(Rollout):
 
 @dataclass(kw_only=True)
 class OpenGroup:
-    """The two sums of a group whose rewards are still coming in."""
+    """The sums of a group whose rewards are still coming in."""
 
-    first_reward: float
+    first: list[float]
+    """[K] c_k."""
     s0: Gradient
-    s1: Gradient
+    s1: list[Gradient]
+    """[K]"""
 
 
 class Reweight(Schedule):
@@ -67,12 +71,16 @@ class Reweight(Schedule):
         self._open: dict[int, OpenGroup] = {}
 
     def bind(self, context: Context) -> None:
-        affine = context.advantage.is_affine(context.generations)
+        affine = context.advantage.is_affine(context.generations, context.reward_weights)
         if self.storage == "streaming" and not affine:
+            advantage, weights = context.advantage, context.reward_weights
+            rewards = "unknown weights" if weights is None else f"weights {', '.join(f'{w:g}' for w in weights)}"
+            several = "" if advantage.combine == "sum" else f", combine: {advantage.combine} and rewards of {rewards}"
             raise ValueError(
                 f"storage: streaming is exact only where the advantage is affine in the reward, but a clip at "
-                f"{context.advantage.clip} can fire for groups of {context.generations} with std: {context.advantage.std}; "
-                "set the advantage's clip: null, or std: group with few enough generations, or storage: per_sample"
+                f"{advantage.clip} can fire for groups of {context.generations} with std: {advantage.std}{several}; set the "
+                "advantage's clip: null, or std: group with few enough generations and small enough weights, or storage: "
+                "per_sample"
             )
         self.streaming = affine and self.storage != "per_sample"
         super().bind(context)
@@ -122,17 +130,19 @@ class Reweight(Schedule):
         assert isinstance(rollout, ReweightRollout)
         if not self.streaming:
             return
-        for k, (prompt, reward) in enumerate(zip(rollout.request.rows.prompt.tolist(), rewards.tolist(), strict=True)):
+        columns = (rewards[:, None] if rewards.ndim == 1 else rewards).tolist()
+        for k, (prompt, scores) in enumerate(zip(rollout.request.rows.prompt.tolist(), columns, strict=True)):
             gradient, rollout.unit_gradients[k] = rollout.unit_gradients[k], self.context.gradients.buffer()
-            if reward != reward:  # NaN: dropped
+            if any(map(math.isnan, scores)):  # dropped
                 continue
             if prompt not in self._open:
                 buffer = self.context.gradients.buffer
-                self._open[prompt] = OpenGroup(first_reward=reward, s0=buffer(), s1=buffer())
+                self._open[prompt] = OpenGroup(first=scores, s0=buffer(), s1=[buffer() for _ in scores])
             group = self._open[prompt]
             group.s0.add_(gradient)
-            if reward != group.first_reward:
-                group.s1.add_(gradient, reward - group.first_reward)
+            for score, first, s1 in zip(scores, group.first, group.s1, strict=True):
+                if score != first:
+                    s1.add_(gradient, score - first)
 
     def backward(self, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
         if self.streaming:
@@ -144,13 +154,21 @@ class Reweight(Schedule):
             rollout.unit_gradients.clear()
 
     def _close_groups(self, advantages: Advantages) -> None:
-        for prompt, affine in advantages.groups.items():
+        if advantages.clipped:
+            raise ValueError(
+                f"an advantage was clipped at {self.context.advantage.clip}, which streaming cannot do: more or heavier "
+                "rewards were scored than the scoring callbacks announce in reward_weights; set storage: per_sample"
+            )
+        for prompt, terms in advantages.groups.items():
             group = self._open.pop(prompt, None)
-            if group is None or affine.scale == 0.0:
+            if group is None or all(term.scale == 0.0 for term in terms):
                 continue
-            scale = affine.scale / self.normaliser
-            self.total.add_(group.s1, scale)
-            self.total.add_(group.s0, -scale * (affine.mean - group.first_reward))
+            offset = 0.0
+            for term, first, s1 in zip(terms, group.first, group.s1, strict=True):
+                scale = term.scale / self.normaliser
+                self.total.add_(s1, scale)
+                offset += scale * (term.mean - first)
+            self.total.add_(group.s0, -offset)
 
     def _scale_samples(self, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
         for rollout in rollouts:

@@ -153,7 +153,7 @@ def test_a_failing_save_does_not_hide_why_the_run_ended(tmp_path, capsys, monkey
         def on_train_batch_end(self, trainer, *_):
             if trainer.lightning_module.iteration == 3:
                 monkeypatch.setattr(
-                    trainer, "save_checkpoint", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full"))
+                    trainer.strategy, "save_checkpoint", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full"))
                 )
 
     with pytest.raises(RuntimeError, match="the reward failed"):

@@ -153,13 +153,13 @@ def test_a_checkpoint_is_evaluated_with_its_average(stage, dtype, make_trainer, 
     checkpoint = next(tmp_path.rglob("last.ckpt"))
     model, images = make_module(), []
     model.policy.to(dtype)
-    evaluate = model._evaluate
+    evaluate = model.draw
 
     def watched(batch):
         images.append((samples := evaluate(batch)).images)
         return samples
 
-    model._evaluate = watched
+    model.draw = watched
     trainer = make_trainer(EMA(), limit_val_batches=None)
     options = {"return_predictions": False} if stage == "predict" else {}
     getattr(trainer, stage)(model, datamodule=data, ckpt_path=checkpoint, **options)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightning_modules.parallel.gradients import LocalGradients
+from lightning_modules.parallel.gradients import LocalGradients, Traffic
+from tests.reductions import ORDERS, Setting, compare
 
 
 def parameters():
@@ -57,3 +58,34 @@ def test_adding_does_not_alias_the_other_gradient():
     total.add_(part, 2.0).mul_(3.0)
     assert part.tensors[0].tolist() == [1.0, 1.0]
     assert total.tensors[0].tolist() == [6.0, 6.0]
+
+
+def test_one_process_hands_the_same_tensors_on_and_counts_nothing():
+    gradients = LocalGradients(parameters())
+    total = gradients.buffer()
+    total.tensors[0] = held = torch.ones(2)
+    reduced = gradients.reduce(total)
+    assert total.empty
+    assert reduced.tensors[0] is held and reduced.tensors[1] is None
+    assert gradients.traffic == Traffic(reductions=0, collectives=0, bytes=0)
+
+
+def test_traffic_adds_up():
+    traffic = Traffic()
+    traffic.sent(torch.zeros(3, dtype=torch.bfloat16))
+    traffic.sent(torch.zeros(2))
+    assert traffic == Traffic(reductions=0, collectives=2, bytes=6 + 8)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_gradient_of_all_rows_whatever_the_order(order):
+    result = compare(Setting(kind="single", order=order, dtype=torch.float64))
+    assert result["error"] < 1e-12
+    assert result["gaps"] == ["idle"]
+    assert result["alike"] and not result["stray"]
+
+
+@pytest.mark.parametrize("model", ["full", "lora"])
+def test_the_gradient_of_a_transformer(model):
+    result = compare(Setting(kind="single", model=model, checkpointing=True))
+    assert result["error"] < 5e-6

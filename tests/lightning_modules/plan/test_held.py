@@ -14,6 +14,7 @@ from lightning_modules.schedules.native import Native
 from lightning_modules.schedules.retain import Retain
 from lightning_modules.schedules.reweight import Reweight
 from tests.harness import Update
+from tests.lightning_modules.several_rewards import SeveralRewards, table
 from tests.tiny import TinyPolicy
 
 STEPS, TRAINED = 4, 3
@@ -90,6 +91,27 @@ def test_gradient_bytes_are_the_largest_alive(case, monkeypatch):
     largest = LargestGradients(monkeypatch, run.parameters)
     run(schedule)
     assert largest.bytes == pytest.approx(expected.gradient_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "advantage", [GroupAdvantage(clip=None, combine="advantage", std=std) for std in ("group", "global")]
+)
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_streaming_holds_a_sum_for_each_reward(micro_batch, advantage, monkeypatch):
+    """With the global std a factor per reward is known at the end only, and every group stays open."""
+    values, applies = table("whole")
+    run = SeveralRewards(
+        TinyPolicy(seed=1), values, applies, advantage=advantage, num_steps=STEPS, micro_batch=micro_batch
+    )
+    work = Work(
+        prompts=3, generations=4, groups_in_flight=1, micro_batch=micro_batch, num_steps=STEPS, trained_steps=TRAINED,
+        advantage=advantage, reward_weights=run.weights, beta=0.0, narrow=WIDE, wide=WIDE,
+    )  # fmt: skip
+    largest = LargestGradients(monkeypatch, run.parameters)
+    schedule = Reweight("streaming")
+    expected = held(schedule, work).gradient_bytes
+    run(schedule)
+    assert largest.bytes == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("make", [Native, Retain, Reweight])

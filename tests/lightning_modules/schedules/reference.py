@@ -25,9 +25,10 @@ def step_moments(kind, x, v, grid, t, a):
 
 def reference_gradient(
     policy, kind, level, grid, conditionings, initial, noise, trained, rewards, weights, *,
-    beta=0.0, anchor=None, gaussian=True, eps=1e-4, clip=None, scale="group",
+    beta=0.0, anchor=None, gaussian=True, eps=1e-4, clip=None, scale="group", given=None,
 ):  # fmt: skip
-    """All ``[B, M, ...]`` data of one update -> gradient. ``conditionings[b]``: one row; ``noise[t][b][m]``."""
+    """All ``[B, M, ...]`` data of one update -> gradient. ``conditionings[b]``: one row; ``noise[t][b][m]``; ``given``:
+    advantages [B, M] in place of those of the rewards."""
     groups, members = rewards.shape
     normaliser = groups * members * int(trained[0, 0].sum())
     everyone = rewards.double()
@@ -40,6 +41,8 @@ def reference_gradient(
             advantages = torch.zeros(members, dtype=torch.float64)
         if clip is not None:
             advantages = advantages.clamp(-clip, clip)
+        if given is not None:
+            advantages = given[b]
         for m in range(members):
             x = initial[b, m][None]
             for t in range(len(grid) - 1):

@@ -1,0 +1,19 @@
+"""Make what an evaluation in the middle of training measured known: to the loggers, and to other callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_modules.lean_grpo import LeanGRPO
+
+
+def publish(trainer: Trainer, pl_module: LeanGRPO, values: Mapping[str, float]) -> None:
+    """Log ``values`` at the iteration the policy is at, where the Trainer would count otherwise, and add them to the
+    module's ``iteration_metrics``, which hold what was measured at this iteration, and to the Trainer's ``callback_metrics``."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(values), step=pl_module.iteration)
+    pl_module.iteration_metrics = pl_module.iteration_metrics | dict(values)
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})

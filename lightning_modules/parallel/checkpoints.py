@@ -1,0 +1,119 @@
+"""What a checkpoint holds of sharded parameters, and of whatever is laid out like them (an optimizer's moments, averages).
+
+Two formats. *Gathered*: one file of whole tensors, the same whatever the number of ranks and the strategy. *Sharded*: a
+folder to which every rank writes its own shards (``torch.distributed.checkpoint``), for a model whose whole state is too
+much for the memory of one node; beside the shards lies ``tree.pt`` with everything else.
+
+A *tree* is a nest of dicts, lists and tuples with tensors and plain values as its leaves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, empty
+
+TREE = "tree.pt"
+"""File with all of a sharded checkpoint but its shards; without it the folder is not complete."""
+PLACE = "shards of"
+"""Key of the dict that stands in ``tree.pt`` in a sharded tensor's place."""
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether some parameter of ``module`` is sharded over ranks."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+@torch.no_grad()
+def gathered(tree: Any, keep: bool) -> Any:
+    """``tree`` with every sharded tensor whole, on the CPU. A collective, one tensor at a time.
+
+    Args:
+        keep: whether this rank wants the values; elsewhere tensors are on the ``meta`` device, so that one rank's memory
+            holds the whole and no other's.
+    """
+
+    def whole(tensor: Tensor, path: str) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        on_mesh = tensor.detach().to(
+            tensor.device_mesh.device_type
+        )  # shards kept on the CPU travel by the mesh's network
+        value = on_mesh.full_tensor()
+        return value.cpu() if keep else torch.empty_like(value, device="meta")
+
+    return _mapped(tree, whole)
+
+
+def write_shards(tree: Any, folder: Path, first: bool) -> None:
+    """Write ``tree`` to the existing ``folder``, all ranks together. ``first``: whether this rank writes ``tree.pt``; it
+    does so last."""
+    shards: dict[str, Tensor] = {}
+
+    def take(tensor: Tensor, path: str) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        shards[path] = tensor.detach()
+        return {PLACE: path}
+
+    rest = _mapped(tree, take)
+    dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
+    if first:
+        with open(folder / TREE, "wb") as file:
+            torch.save(rest, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_shards(folder: Path, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Any:
+    """The tree in ``folder``.
+
+    Args:
+        mesh: tensors are sharded over its last dimension, and every rank of it reads its own shards (a collective), on
+            whatever number of ranks they were written; ``None``: whole tensors.
+        device: where they go.
+
+    Errors: ``ValueError`` if the folder holds no complete checkpoint.
+    """
+    if not (folder / TREE).is_file():
+        raise ValueError(f"{folder} holds no complete checkpoint: {TREE} is missing; give another one of the same run")
+    rest = torch.load(folder / TREE, map_location="cpu", weights_only=True)
+    kinds = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    placements = [] if mesh is None else [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    shards: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        dtype = kind.properties.dtype  # pyright: ignore[reportAttributeAccessIssue]  (all of them are tensors)
+        if mesh is None:
+            shards[name] = torch.empty(kind.size, dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            shards[name] = empty(*kind.size, dtype=dtype, device_mesh=mesh, placements=placements)  # pyright: ignore[reportAttributeAccessIssue]
+    dcp.load(shards, storage_reader=dcp.FileSystemReader(folder), no_dist=mesh is None)
+    return _filled(rest, shards)
+
+
+def _mapped(tree: Any, change: Callable[[Tensor, str], Any], path: str = "") -> Any:
+    """``tree`` with ``change(tensor, its path)`` in the place of every tensor."""
+    if isinstance(tree, Tensor):
+        return change(tree, path)
+    if isinstance(tree, dict):
+        return {key: _mapped(value, change, f"{path}/{key}".lstrip("/")) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(value, change, f"{path}/{k}".lstrip("/")) for k, value in enumerate(tree))
+    return tree
+
+
+def _filled(tree: Any, shards: dict[str, Tensor]) -> Any:
+    if isinstance(tree, dict):
+        if tree.keys() == {PLACE}:
+            return shards[tree[PLACE]]
+        return {key: _filled(value, shards) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_filled(value, shards) for value in tree)
+    return tree

@@ -77,7 +77,7 @@ class Benchmark(Callback, ABC):
     settings that the policy cannot follow; later, on scores that are not finite and on what cannot be written.
     """
 
-    category: ClassVar[str] = "tag"
+    category: str = "tag"
     """Key of a prompt's metadata by which prompts are told apart."""
     prepared: ClassVar[tuple[str, str] | None] = None
     """What the benchmark's own prompts are called by ``datamodules.prepare``: the set and its file."""
@@ -327,6 +327,7 @@ class Benchmark(Callback, ABC):
             "benchmark": type(self).__name__,
             "prompts": {
                 "sha256": digest(self._chosen),
+                "category": self.category,
                 "number": count,
                 "images_per_prompt": self.images_per_prompt,
                 "images": count * self.images_per_prompt,

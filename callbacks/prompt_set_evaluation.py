@@ -14,11 +14,12 @@ from rewards.base import Reward
 
 
 class PromptSetEvaluation(Benchmark):
-    """The mean of each reward over all prompts, and in each category (the metadata's ``tag``) that occurs.
+    """The mean of each reward over all prompts, and in each category that occurs.
 
     Args:
         rewards: by name.
         main: name of the reward that the evaluation is read by.
+        category: key of a prompt's metadata that names its category; DrawBench's is ``category``.
         Others: see :class:`callbacks.benchmark.Benchmark`.
     """
 
@@ -29,6 +30,7 @@ class PromptSetEvaluation(Benchmark):
         prompts: str,
         rewards: dict[str, Reward],
         main: str,
+        category: str = "tag",
         images_per_prompt: int = 4,
         sampler: DrawingSettings | None = None,
         batch_size: int = 16,
@@ -45,7 +47,7 @@ class PromptSetEvaluation(Benchmark):
         self.rewards = check_rewards(rewards)
         if main not in self.rewards:
             raise ValueError(f"main={main!r} is none of the rewards: choose one of {sorted(self.rewards)}")
-        self.main = main
+        self.main, self.category = main, category
 
     @property
     def scorers(self) -> dict[str, Reward]:

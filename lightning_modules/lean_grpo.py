@@ -30,6 +30,7 @@ from lightning_modules.flow.transitions import ODE, Transition
 from lightning_modules.flow.windows import Window
 from lightning_modules.iteration import Iteration, Scored, weigh
 from lightning_modules.objectives.step_weights import ConstantStepWeights, StepWeights
+from lightning_modules.parallel.checkpoints import shard_count
 from lightning_modules.parallel.drift import check_same_on_all
 from lightning_modules.parallel.gradients import LocalGradients
 from lightning_modules.parallel.layout import Chunk, Kind, Layout, Round
@@ -464,14 +465,18 @@ class LeanGRPO(LightningModule):
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Plan:
         """Sizes, memory and policy forwards of an iteration on these prompts, shared by ``ranks`` processes. Only the
-        first prompt is looked at (encoded), and nothing is computed with the policy. ``device``: whose kernels are
-        assumed, by default its own; ``autocast`` makes the context that training runs in."""
-        from lightning_modules.plan.plan import plan  # fake tensors take seconds to import
+        first prompt is looked at (encoded), and nothing is computed with the policy, nor communicated where it is sharded.
+        ``device``: whose kernels are assumed, by default its own; ``autocast`` makes the context that training runs in."""
+        # fake tensors take seconds to import
+        from lightning_modules.export.gathered import on_meta
+        from lightning_modules.plan.plan import plan
 
+        shards = shard_count(self.policy)
+        policy = self.policy if shards == 1 else on_meta(self.policy)
         return plan(
-            policy=self.policy,
+            policy=policy,
             schedule=self.schedule,
-            process=ReverseProcess(velocity=self.policy, transition=self.transition, sigmas=self.sigma_grid),
+            process=ReverseProcess(velocity=policy, transition=self.transition, sigmas=self.sigma_grid),
             window=self.window,
             advantage=self.advantage,
             reward_weights=self.reward_weights,
@@ -484,7 +489,9 @@ class LeanGRPO(LightningModule):
             beta=self.beta,
             seed=self.seed,
             ranks=ranks,
-            device=device,
+            layout=self.layout,
+            shards=shards,
+            device=self.device if device is None and shards > 1 else device,
             autocast=autocast,
         )
 

@@ -74,6 +74,8 @@ def _check_ddp(strategy: DDPStrategy) -> None:
         raise ValueError(
             "model_averaging_period lets ranks train apart and averages weights, which is another method: remove it"
         )
+    if strategy._ddp_kwargs.get("static_graph"):
+        raise ValueError("static_graph: DDP then reduces gradients itself at the first backward; remove it")
     if strategy._start_method != "popen":
         raise ValueError(f"strategy ddp started by {strategy._start_method!r} is not proven; {INSTEAD}")
 

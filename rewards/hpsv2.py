@@ -14,9 +14,7 @@ the paper's numbers: ``antialias=True`` is what the package computes today, ``Fa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -25,6 +23,7 @@ from torch.nn.functional import cosine_similarity
 from rewards.files import fill, find_file, read_weights
 from rewards.images import eight_bit
 from rewards.network import NetworkReward, check_choice
+from rewards.open_clip_network import make_network
 
 FILES = {"v2.0": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
 """Version -> checkpoint in ``xswu/HPSv2``."""
@@ -69,7 +68,7 @@ class HPSv2(NetworkReward):
         file = find_file(self.weights, FILES[self.version], what=what, get=get)
         if file.name in set(FILES.values()) - {FILES[self.version]}:
             raise ValueError(f"version={self.version!r}, but {file} is the checkpoint of the other version: change one")
-        network, self._tokenizer = _make_network(self.architecture)
+        network, self._tokenizer = make_network(self.architecture)
         weights = read_weights(file)
         if "state_dict" not in weights:
             raise ValueError(f"{what}: {file} has no 'state_dict'; to get the checkpoint: {get}")
@@ -105,18 +104,3 @@ def preprocess(images: Tensor, size: int, *, antialias: bool = True) -> Tensor:
     left, top = (size - width) // 2, (size - height) // 2
     pixels = pad(pixels, [left, top, size - width - left, size - height - top])
     return normalize(pixels, list(OPENAI_DATASET_MEAN), list(OPENAI_DATASET_STD))
-
-
-def _make_network(architecture: str) -> tuple[nn.Module, Any]:
-    """open_clip's network, untrained, and its tokenizer, whose vocabulary open_clip ships."""
-    import open_clip
-
-    config = open_clip.get_model_config(architecture)
-    if config is None:
-        file = Path(architecture).expanduser()
-        if not file.is_file():
-            raise ValueError(
-                f"architecture={architecture!r}: neither a model of open_clip, such as ViT-H-14, nor a file"
-            )
-        config = json.loads(file.read_text(encoding="utf-8"))
-    return open_clip.CLIP(**config), open_clip.SimpleTokenizer(context_length=config["text_cfg"]["context_length"])

@@ -1,11 +1,13 @@
-"""A sharded policy, whole again on the CPU of one rank: a plain transformer of diffusers' own class, built empty from the
-same configuration (and the same adapters) and given the gathered tensors."""
+"""A sharded policy's whole counterpart: a plain transformer of diffusers' own class, built empty from the same
+configuration (and the same adapters) and given the gathered tensors, or none."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_modules.export.policy import backbone_of
@@ -15,33 +17,51 @@ from lightning_modules.policies.lora import ADAPTER, adapter_layers
 
 
 def gathered_policy(policy: Policy, keep: bool) -> Policy:
-    """The policy that holds the transformer, with a whole transformer on the CPU. A collective. ``policy`` is left alone.
+    """The same policy, whole on the CPU. A collective; ``policy`` is left alone.
 
     Args:
-        keep: whether this rank wants it; elsewhere its tensors are on the ``meta`` device.
+        keep: whether this rank wants the values; elsewhere its tensors are on the ``meta`` device.
     """
-    backbone = backbone_of(policy)
-    tensors = gathered(backbone.transformer.state_dict(), keep=keep)
-    whole = object.__new__(type(backbone))
-    whole.__dict__.update(backbone.__dict__)
-    whole._modules = {**backbone._modules, "transformer": _rebuilt(backbone.transformer, tensors)}
-    return whole
+    return _with_tensors(policy, gathered(backbone_of(policy).transformer.state_dict(), keep=keep))
 
 
-def _rebuilt(transformer: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def on_meta(policy: Policy) -> Policy:
+    """The same policy, whole and without values, to look at shapes and dtypes; no collective."""
+    state = backbone_of(policy).transformer.state_dict()
+    return _with_tensors(
+        policy, {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
+    )
+
+
+def _with_tensors(policy: Policy, tensors: dict[str, Tensor]) -> Policy:
+    transformer = backbone_of(policy).transformer
+    return _with_transformer(policy, transformer, _rebuilt(transformer, tensors))
+
+
+def _with_transformer(module: nn.Module, old: nn.Module, new: nn.Module) -> Any:
+    """Copies of ``module``, and of the policies that it wraps, with ``new`` in the place of ``old`` and all else shared."""
+    if module is old or not isinstance(module, Policy):
+        return new if module is old else module
+    other = object.__new__(type(module))
+    other.__dict__.update(module.__dict__)
+    other._modules = {name: _with_transformer(child, old, new) for name, child in module._modules.items() if child}
+    return other
+
+
+def _rebuilt(transformer: Any, tensors: dict[str, Tensor]) -> Any:
     """A transformer of its own with these tensors, in the dtypes that they have."""
-    with torch.random.fork_rng(devices=[]):  # its initial values are drawn, and dropped
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         empty = original_class(transformer).from_config(transformer.config)
         if adapter_layers(transformer):
             empty.add_adapter(transformer.peft_config[ADAPTER], adapter_name=ADAPTER)
     trainable = {name: p.requires_grad for name, p in transformer.named_parameters()}
-    tensors = {name: tensor.cpu() if tensor.device.type != "meta" else tensor for name, tensor in tensors.items()}
-    empty.load_state_dict(tensors, strict=True, assign=True)
+    on_cpu = {name: tensor if tensor.is_meta else tensor.cpu() for name, tensor in tensors.items()}
+    empty.load_state_dict(on_cpu, strict=True, assign=True)
     for name, parameter in empty.named_parameters():
         parameter.requires_grad_(trainable[name])
     return empty.train(transformer.training)
 
 
-def original_class(module: torch.nn.Module) -> Any:
+def original_class(module: nn.Module) -> Any:
     """The class that ``fully_shard`` put its own in front of."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))

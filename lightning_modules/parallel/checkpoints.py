@@ -31,6 +31,12 @@ def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
+def shard_count(module: nn.Module) -> int:
+    """Number of ranks over which the parameters of ``module`` are sharded; 1 where they are whole."""
+    meshes = (p.device_mesh for p in module.parameters() if isinstance(p, DTensor))
+    return next((mesh.size(mesh.ndim - 1) for mesh in meshes), 1)
+
+
 @torch.no_grad()
 def gathered(tree: Any, keep: bool) -> Any:
     """``tree`` with every sharded tensor whole, on the CPU. A collective, one tensor at a time.

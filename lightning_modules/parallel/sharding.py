@@ -35,10 +35,15 @@ def shard(
             at least fp32 either way.
         cpu_offload: keep the shards on the CPU.
 
-    Errors: ``ValueError`` if a unit's trainable parameters have several dtypes.
+    Errors: ``ValueError`` if a unit's trainable parameters have several dtypes, or the transformer is compiled.
     """
     device = device_of(mesh)
     for root in roots(policy):
+        if root._compiled_call_impl is not None:
+            raise ValueError(
+                f"a compiled {type(root).__name__} is not proven to work sharded: set the policy's compile to false, or use "
+                "strategy ddp"
+            )
         for unit in [*blocks(root), root]:
             if not isinstance(unit, FSDPModule):
                 _take_over_from_first(unit, device)

@@ -1,7 +1,7 @@
 """What each schedule runs and holds, as counts: rows through the policy, graphs and gradients alive at its worst moment.
 
-Notation: B prompts, M generations, a chunk of ``groups_in_flight`` groups rolled out in micro-batches, T steps, |S| of them
-trained. A gradient in the parameters' dtype takes ``narrow`` bytes, one accumulated in at least fp32 takes ``wide`` bytes.
+Notation: B prompts, M generations, R ranks, a chunk of ``groups_in_flight`` groups rolled out in micro-batches, T steps, |S|
+of them trained. What is counted is the busiest rank's. A gradient in the parameters' dtype takes ``narrow`` bytes, one accumulated in at least fp32 takes ``wide`` bytes.
 
 A schedule of another kind joins by registering what it holds: ``@held.register``.
 """
@@ -9,9 +9,10 @@ A schedule of another kind joins by registering what it holds: ``@held.register`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import cached_property, singledispatch
 
 from lightning_modules.advantages import GroupAdvantage
+from lightning_modules.parallel.layout import Kind, Layout
 from lightning_modules.schedules.base import Schedule
 from lightning_modules.schedules.native import Native
 from lightning_modules.schedules.retain import Retain
@@ -20,7 +21,7 @@ from lightning_modules.schedules.reweight import Reweight
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One iteration's work on one process."""
+    """One iteration's work, of which each rank does its share."""
 
     prompts: int
     """B."""
@@ -29,6 +30,10 @@ class Work:
     groups_in_flight: int
     micro_batch: int | None
     """rows per policy call; ``None``: the whole chunk."""
+    ranks: int = 1
+    """R."""
+    kind: Kind = "shared"
+    """of the layout."""
     num_steps: int
     """T."""
     trained_steps: int
@@ -42,14 +47,29 @@ class Work:
     wide: int
     """bytes of one gradient in at least fp32."""
 
-    @property
-    def samples(self) -> int:
-        return self.prompts * self.generations
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout(prompts=self.prompts, generations=self.generations, ranks=self.ranks, kind=self.kind)
 
     @property
+    def samples(self) -> int:
+        """Rows that a rank makes."""
+        return self.layout.waves
+
+    @property
+    def group(self) -> int:
+        """Members of a group that a rank makes."""
+        return self.generations if self.kind == "per_rank" else -(-self.generations // self.ranks)
+
+    @cached_property
     def chunk(self) -> int:
-        """Rows rolled out before their backward."""
-        return min(self.groups_in_flight, self.prompts) * self.generations
+        """Rows whose backward comes together: a rank may have begun with the next group."""
+        chunks = self.layout.chunks(self.groups_in_flight, self.micro_batch)
+        largest = done = 0
+        for k, chunk in enumerate(chunks):
+            rounds = [part for earlier in chunks[: k + 1] for part in earlier.rounds if part.closes > done]
+            largest, done = max(largest, sum(part.stop - part.start for part in rounds)), chunk.stop
+        return largest
 
     @property
     def call(self) -> int:
@@ -62,7 +82,7 @@ class Held:
     """What a schedule runs in an iteration, and holds at its worst moment."""
 
     forward_rows: int
-    """rows through the policy in an iteration, without the reference's."""
+    """rows through a rank's policy in an iteration, without the reference's."""
     scored_rows: int
     """of these, rows with gradients; under a KL term the reference sees them too."""
     graph_rows: int
@@ -143,7 +163,7 @@ def _streaming(work: Work) -> int:
         for call in _parts(chunk.start, chunk.stop, work.call):
             for row in call:
                 peak = max(peak, (call.stop - row) * work.narrow + (sums + total) * work.wide)
-                sums += opens.get(row % work.generations, 0)
+                sums += opens.get(row % work.group, 0)
                 peak = max(peak, (call.stop - row) * work.narrow + (sums + total) * work.wide)
         if chunk.stop == work.samples or not work.advantage.needs_iteration:
             total = 1

@@ -1,6 +1,6 @@
 """The plan of a run, known before its first iteration: sizes, memory and policy forwards of the chosen schedule.
 
-Memory is that of one process without sharding, from live tensors: allocator blocks, kernels' workspaces, images and
+Memory is that of the busiest rank, from live tensors: allocator blocks, kernels' workspaces, images and
 whatever a reward model takes come on top. Bytes are counted, not measured; nothing large is allocated to find them.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from lightning_modules.advantages import GroupAdvantage
 from lightning_modules.flow.denoise import ReverseProcess
 from lightning_modules.flow.windows import Window
+from lightning_modules.parallel.layout import Kind
+from lightning_modules.parallel.sharding import blocks, roots
 from lightning_modules.plan.activations import innermost, measure
 from lightning_modules.plan.held import Work, held
 from lightning_modules.policies.base import Policy
@@ -45,11 +47,18 @@ class Plan:
     """generations of an iteration, all ranks together."""
     samples_per_rank: int
     """at most."""
+    ranks: int
+    layout: str
+    """which rank makes which generation."""
+    idle_slots: int
+    """generations that ranks could have made beside these."""
+    shards: int
+    """ranks over which weights, optimizer and the reduced gradient are sharded; 1 = whole on every rank."""
     trained_steps: int
     sigmas: list[float]
     """the noise grid, T + 1 levels."""
     forward_rows: int
-    """rows through the policy in an iteration."""
+    """rows through the policy in an iteration, all ranks together."""
     reference_rows: int
     """rows through the KL reference."""
     backbone_rows: int
@@ -67,7 +76,10 @@ class Plan:
     """a frozen copy for the KL term of full fine-tuning."""
     optimizer_bytes: int | None
     """``None`` if the optimizer cannot be tried without data."""
+    gathered_bytes: int
+    """weights that are whole for a moment, where they are sharded: what lies outside the blocks, and two blocks."""
     gradient_bytes: int
+    """local gradients are whole, also where weights are sharded."""
     latent_bytes: int
     conditioning_bytes: int
     activation_bytes: int
@@ -97,6 +109,7 @@ class Plan:
             ("adapters", self.adapter_bytes, ""),
             ("KL reference", self.reference_bytes, ""),
             ("optimizer", self.optimizer_bytes, ""),
+            ("gathered", self.gathered_bytes, "of sharded weights at a time"),
             ("gradients", self.gradient_bytes, ""),
             ("latents", self.latent_bytes, ""),
             ("conditioning", self.conditioning_bytes, ""),
@@ -117,6 +130,10 @@ class Plan:
             f"sigmas           {' '.join(f'{sigma:.4f}' for sigma in self.sigmas)}",
             f"policy forwards  {self.forward_rows:,} rows per iteration{reference}{branches}",
         ]
+        if self.ranks > 1:
+            idle = f"{self.idle_slots} of {self.samples_per_rank * self.ranks} slots idle" if self.idle_slots else "no slot idle"
+            sharded = f"; weights sharded over {self.shards}" if self.shards > 1 else "; weights whole on each"
+            lines.insert(4, f"ranks            {self.ranks}, layout {self.layout}, {idle}{sharded}; memory is that of one rank")
         for name, size, note in self.memory():
             if size != 0:
                 lines.append(f"{name:<16} {readable(size):>10}  {note}".rstrip())
@@ -154,6 +171,8 @@ def plan(
     beta: float = 0.0,
     seed: int = 0,
     ranks: int = 1,
+    layout: Kind = "shared",
+    shards: int = 1,
     reward_weights: tuple[float, ...] | None = None,
     device: torch.device | str | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -163,7 +182,8 @@ def plan(
     Args:
         conditioning: of any prompt; at least one row, of which only shape and dtype matter.
         prompts: B, prompts of an iteration.
-        ranks: processes that share an iteration's samples.
+        ranks: processes that share an iteration's samples, by ``layout``.
+        shards: of these, processes that share the weights (FSDP2).
         reward_weights: of the weighted rewards; ``None``: unknown.
         device: whose kernels are assumed; ``None``: the policy's, or the CPU for a policy on ``meta``.
         autocast: makes the context that training runs in.
@@ -178,6 +198,8 @@ def plan(
         generations=generations,
         groups_in_flight=groups_in_flight,
         micro_batch=micro_batch,
+        ranks=ranks,
+        kind=layout,
         num_steps=process.num_steps,
         trained_steps=size,
         advantage=advantage,
@@ -186,12 +208,13 @@ def plan(
         narrow=_nbytes(trained),
         wide=sum(p.numel() * max(p.element_size(), 4) for p in trained),
     )
-    holds = held(schedule, work)
+    holds, whole = held(schedule, work), held(schedule, replace(work, ranks=1))
     step = int(window.candidates(process.num_steps).nonzero()[0])
     activations = measure(policy, process, conditioning, holds.graph_rows, step=step, device=device, autocast=autocast)
     adapted = bool(adapter_layers(policy))
     adapters = _nbytes(trained) if adapted else 0
     weights = _nbytes([*policy.parameters(), *policy.buffers()]) - adapters
+    of_optimizer = optimizer_bytes(optimizer, trained)
     rows = Rows(prompt=torch.zeros(work.call, dtype=torch.int64), generation=torch.arange(work.call))
     latent = 4 * torch.Size(policy.latent_shape).numel()
     frozen, vae = _frozen_bytes(policy)
@@ -201,21 +224,26 @@ def plan(
         parameters=sum(p.numel() for p in policy.parameters()),
         trainable=sum(p.numel() for p in trained),
         trainable_tensors=len(trained),
-        samples=work.samples,
-        samples_per_rank=ceil(work.samples / ranks),
+        samples=prompts * generations,
+        samples_per_rank=work.samples,
+        ranks=ranks,
+        layout=layout,
+        idle_slots=work.layout.idle_slots,
+        shards=shards,
         trained_steps=size,
         sigmas=process.sigmas.tolist(),
-        forward_rows=holds.forward_rows,
-        reference_rows=holds.scored_rows if beta > 0 else 0,
+        forward_rows=whole.forward_rows,
+        reference_rows=whole.scored_rows if beta > 0 else 0,
         backbone_rows=activations.backbone_rows // holds.graph_rows,
         graph_rows=holds.graph_rows,
         retained_row_steps=holds.row_steps,
         activation_bytes_per_step=activations.per_step // holds.graph_rows,
-        weight_bytes=weights,
-        adapter_bytes=adapters,
-        reference_bytes=weights if beta > 0 and not adapted else 0,
-        optimizer_bytes=optimizer_bytes(optimizer, trained),
-        gradient_bytes=holds.gradient_bytes,
+        weight_bytes=ceil(weights / shards),
+        adapter_bytes=ceil(adapters / shards),
+        reference_bytes=ceil(weights / shards) if beta > 0 and not adapted else 0,
+        optimizer_bytes=None if of_optimizer is None else ceil(of_optimizer / shards),
+        gathered_bytes=gathered_bytes(policy) if shards > 1 else 0,
+        gradient_bytes=holds.gradient_bytes + (ceil(work.narrow / shards) if shards > 1 else 0),
         latent_bytes=work.samples
         * latent
         * levels_held(window.trained(process.num_steps, seed=seed, iteration=0, rows=rows)),
@@ -223,6 +251,16 @@ def plan(
         activation_bytes=activations.once + activations.per_step * holds.row_steps // holds.graph_rows,
         encoder_bytes=frozen - vae,
         vae_bytes=vae,
+    )
+
+
+def gathered_bytes(policy: Policy) -> int:
+    """Weights that a forward of a sharded policy has whole at a time: those outside its blocks, the block that computes and
+    the next one, which is already under way."""
+    units = [[_nbytes(block.parameters()) for block in blocks(root)] for root in roots(policy)]
+    return max(
+        _nbytes(root.parameters()) - sum(sizes) + sum(sorted(sizes)[-2:])
+        for root, sizes in zip(roots(policy), units, strict=True)
     )
 
 

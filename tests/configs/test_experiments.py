@@ -167,9 +167,9 @@ def test_the_recipe_with_two_updates_per_rollout_runs(tiny_weights, no_reward_we
     """As the header of FLUX's FlowGRPO tells: the second update is off policy, so its ratio has left 1."""
     file = ROOT / "configs/experiment/flux_dev/flowgrpo.yaml"
     assert "--model.init_args.schedule configs/schedule/native_two_updates.yaml" in header_of(file)
-    line = [*command_line(file, tmp_path / "runs"), "--model.init_args.schedule", str(ROOT / "configs/schedule/native_two_updates.yaml"),
-            "--model.init_args.micro_batch", "1"]  # fmt: skip
-    model = main(line).model
+    two_updates = ROOT / "configs/schedule/native_two_updates.yaml"
+    options = ["--model.init_args.schedule", str(two_updates), "--model.init_args.micro_batch", "1"]
+    model = main([*command_line(file, tmp_path / "runs"), *options]).model
     assert (type(model.schedule), model.schedule.updates_per_rollout, model.iteration) == (Native, 2, 2)
     deviations = [value for name, value in model.iteration_metrics.items() if name.startswith("ratio_deviation/")]
     assert len(deviations) == 5 and max(deviations) > 0

@@ -71,10 +71,56 @@ def test_predicted_bytes_are_the_bytes_of_an_iteration(family, trainable):
 
 @pytest.mark.parametrize(("schedule", "rows", "graphs"), [(Native, 6 * 7, 3), (Retain, 6 * 4, 9), (Reweight, 6 * 4, 1)])
 def test_forwards_and_graphs_are_those_of_the_schedule(schedule, rows, graphs):
-    plan = module(schedule(), generations_per_prompt=3, beta=0.1).plan(PROMPTS[:2], ranks=4)
+    plan = module(schedule(), generations_per_prompt=3, beta=0.1).plan(PROMPTS[:2])
     assert (plan.forward_rows, plan.retained_row_steps, plan.reference_rows) == (rows, graphs, 6 * 3)
-    assert (plan.samples, plan.samples_per_rank) == (6, 2)
+    assert (plan.samples, plan.samples_per_rank, plan.idle_slots) == (6, 6, 0)
     assert plan.reference_bytes == plan.weight_bytes == 4 * plan.parameters  # TinyPolicy has no adapters to switch off
+
+
+@pytest.mark.parametrize(("schedule", "graphs"), [(Native, 1), (Retain, 2 * 3), (Reweight, 1)])
+def test_of_several_ranks_memory_is_that_of_one(schedule, graphs):
+    """2 prompts x 3 on 4 ranks are 2 waves with 2 idle slots; the first wave holds a member of the second prompt, whose
+    graphs wait for the second wave."""
+    alone, plan = (
+        module(schedule(), generations_per_prompt=3, beta=0.1).plan(PROMPTS[:2], ranks=ranks) for ranks in (1, 4)
+    )
+    assert (plan.forward_rows, plan.reference_rows) == (alone.forward_rows, alone.reference_rows)  # all ranks together
+    assert (plan.samples, plan.samples_per_rank, plan.idle_slots) == (6, 2, 2)
+    assert (plan.retained_row_steps, plan.weight_bytes) == (graphs, alone.weight_bytes)
+    assert plan.latent_bytes * 3 == alone.latent_bytes
+    assert "4, layout shared, 2 of 8 slots idle; weights whole on each; memory is that of one rank" in str(plan)
+
+
+def test_baseline_layout_gives_whole_groups_to_a_rank():
+    plan = module(Retain(), generations_per_prompt=3, layout="per_rank").plan(PROMPTS[:2], ranks=2)
+    assert (plan.samples_per_rank, plan.idle_slots, plan.retained_row_steps) == (3, 0, 3 * 3)
+    assert "2, layout per_rank, no slot idle" in str(plan)
+
+
+def test_sharded_weights_are_divided_and_local_gradients_are_not(tmp_path):
+    alone = make_module(Case(policy="full")).plan(PROMPTS[:2], ranks=2)
+    plan = pool(2).run(planned_sharded, Case(policy="full", strategy="fsdp2", ranks=2))[0]
+    for name in ("weight_bytes", "optimizer_bytes"):
+        assert getattr(plan, name) == pytest.approx(getattr(alone, name) / 2, rel=1e-3)
+    assert plan.gradient_bytes == pytest.approx(1.5 * alone.gradient_bytes, rel=1e-3)  # with the reduced shard
+    assert 0 < plan.gathered_bytes <= alone.weight_bytes
+    assert (plan.activation_bytes, plan.parameters, plan.trainable) == (
+        alone.activation_bytes, alone.parameters, alone.trainable,
+    )  # fmt: skip
+    assert "weights sharded over 2" in str(plan)
+
+
+def planned_sharded(case):
+    class Plans(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            self.plan = pl_module.plan(PROMPTS[:2], ranks=2) if trainer.is_global_zero else None
+
+    with tempfile.TemporaryDirectory() as root:
+        fit(
+            make_module(case), 1, root=root, scorer=GivenRewards(case.table), callbacks=[plans := Plans()],
+            strategy=STRATEGIES[case.strategy](), devices=2, use_distributed_sampler=False,
+        )  # fmt: skip
+    return plans.plan
 
 
 @pytest.mark.parametrize("family", FAMILIES)

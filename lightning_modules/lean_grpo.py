@@ -351,6 +351,7 @@ class LeanGRPO(LightningModule):
 
     # sampling without training
 
+    @torch.inference_mode(False)  # what FSDP2 gathers weights into is kept, and training could not use it afterwards
     @torch.no_grad()
     def sample(
         self,

@@ -228,7 +228,11 @@ class FSDP2Strategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """From a file, whole; from a folder, sharded (then collective)."""
         path = Path(self.broadcast(str(checkpoint_path)))
-        return read_shards(path, self.device_mesh) if path.is_dir() else super(ModelParallelStrategy, self).load_checkpoint(path, weights_only)
+        return (
+            read_shards(path, self.device_mesh)
+            if path.is_dir()
+            else super(ModelParallelStrategy, self).load_checkpoint(path, weights_only)
+        )
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)

@@ -55,8 +55,8 @@ class Setting:
     kind: str = "replicated"
     """``single``, ``replicated``, ``root`` (sharded as a whole), ``nested`` (its blocks, then the rest)."""
     order: str = "reweight"
-    """``one_buffer``: backward calls one by one into one buffer; ``retain``: all forwards, then all backwards, with a second
-    buffer between them; ``reweight``: forward and backward by row into buffers of their own, scaled and added later."""
+    """``one_buffer``: backward calls one by one into one buffer; ``retain``: all forwards, then all backwards, each with
+    one into a second buffer inside; ``reweight``: forward and backward by row into buffers of their own, scaled and added later."""
     dtype: torch.dtype = torch.float32
     checkpointing: bool = False
     replicate: int = 1
@@ -135,10 +135,10 @@ def collect(gradients: LocalGradients, loss: Callable[[int], Tensor], rank: int,
     elif order == "retain":
         losses, other = [loss(row) for row in rows], gradients.buffer()
         for part, factor in zip(losses, FACTORS, strict=True):
-            with gradients.into(other):
-                part.backward(retain_graph=True)
             with gradients.into(total):
-                (factor * part).backward()
+                (factor * part).backward(retain_graph=True)
+                with gradients.into(other):
+                    part.backward()
         assert not other.empty
     else:
         units = [gradients.buffer() for _ in rows]

@@ -32,7 +32,16 @@ BOUND = 5e-6
 KINDS = STRATEGIES | {"sharded": lambda: FSDP2Strategy(sharded_checkpoints=True)}
 LORA = Case(schedule="retain", policy="lora", prompts=2, generations=3)
 FULL = replace(LORA, policy="full", prompts=1)
-PLACES = [("single", 1), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("hybrid", 4), ("sharded", 2), ("sharded", 4)]
+PLACES = [
+    ("single", 1),
+    ("ddp", 2),
+    ("fsdp2", 1),
+    ("fsdp2", 2),
+    ("fsdp2", 4),
+    ("hybrid", 4),
+    ("sharded", 2),
+    ("sharded", 4),
+]
 
 
 def train(case, root, iterations, ckpt_path=None, callbacks=(), io=None):
@@ -172,7 +181,9 @@ def check(case, source, target, files, uninterrupted, root):
 
 
 @pytest.mark.parametrize(("source", "target"), ROUTES, ids=str)
-def test_a_resume_on_another_number_of_processes_continues_the_trajectory(source, target, files, uninterrupted, tmp_path):
+def test_a_resume_on_another_number_of_processes_continues_the_trajectory(
+    source, target, files, uninterrupted, tmp_path
+):
     check(LORA, source, target, files, uninterrupted, tmp_path)
 
 

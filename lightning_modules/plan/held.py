@@ -1,7 +1,8 @@
 """What each schedule runs and holds, as counts: rows through the policy, graphs and gradients alive at its worst moment.
 
 Notation: B prompts, M generations, R ranks, a chunk of ``groups_in_flight`` groups rolled out in micro-batches, T steps, |S|
-of them trained. What is counted is the busiest rank's. A gradient in the parameters' dtype takes ``narrow`` bytes, one accumulated in at least fp32 takes ``wide`` bytes.
+of them trained. What is counted is the busiest rank's. A gradient in the parameters' dtype takes ``narrow`` bytes, one
+accumulated in at least fp32 takes ``wide`` bytes.
 
 A schedule of another kind joins by registering what it holds: ``@held.register``.
 """
@@ -71,10 +72,11 @@ class Work:
             largest, done = max(largest, sum(part.stop - part.start for part in rounds)), chunk.stop
         return largest
 
-    @property
+    @cached_property
     def call(self) -> int:
         """Rows of a rollout's policy call."""
-        return min(self.micro_batch or self.chunk, self.chunk)
+        chunks = self.layout.chunks(self.groups_in_flight, self.micro_batch)
+        return max(part.stop - part.start for chunk in chunks for part in chunk.rounds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,9 +131,15 @@ class Plan:
             f"policy forwards  {self.forward_rows:,} rows per iteration{reference}{branches}",
         ]
         if self.ranks > 1:
-            idle = f"{self.idle_slots} of {self.samples_per_rank * self.ranks} slots idle" if self.idle_slots else "no slot idle"
+            idle = (
+                f"{self.idle_slots} of {self.samples_per_rank * self.ranks} slots idle"
+                if self.idle_slots
+                else "no slot idle"
+            )
             sharded = f"; weights sharded over {self.shards}" if self.shards > 1 else "; weights whole on each"
-            lines.insert(4, f"ranks            {self.ranks}, layout {self.layout}, {idle}{sharded}; memory is that of one rank")
+            lines.insert(
+                4, f"ranks            {self.ranks}, layout {self.layout}, {idle}{sharded}; memory is that of one rank"
+            )
         for name, size, note in self.memory():
             if size != 0:
                 lines.append(f"{name:<16} {readable(size):>10}  {note}".rstrip())

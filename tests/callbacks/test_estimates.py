@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from callbacks.estimates import Evaluation, Tally, estimate
+from callbacks.estimates import Evaluation, Measure, Tally, difference, estimate
 from lightning_modules.types import Rows, Samples
 
 
@@ -88,3 +88,56 @@ def test_a_checkpoint_of_plain_values_restores_it(tmp_path):
     assert restored.comparable(evaluation)
     assert torch.equal(restored.means["r"], evaluation.means["r"])
     assert restored.iteration == 5
+
+
+def test_a_balanced_mean_counts_each_category_the_same():
+    """Category means 1 (of 0, 2: stderr 1) and 5 (of 4, 5, 6: stderr 1/sqrt 3)."""
+    evaluation = tally([[0.0], [2.0], [4.0], [5.0], [6.0]], tags=["a", "a", "b", "b", "b"])
+    result = evaluation.measure(Measure(reward="r", balanced=True))
+    assert result.mean == 3.0 != evaluation.estimate("r").mean
+    assert result.stderr == pytest.approx(math.sqrt(1 + 1 / 3) / 2)
+    assert result.freedom == pytest.approx((4 / 3) ** 2 / (1 + (1 / 3) ** 2 / 2))  # Welch, by hand
+
+
+def test_a_balanced_change_is_paired():
+    tags = ["a", "a", "b", "b"]
+    before, after = tally([[0.0], [9.0], [3.0], [5.0]], tags), tally([[1.0], [10.0], [3.0], [7.0]], tags)
+    change = after.measured_change(before, Measure(reward="r", balanced=True))
+    assert change.mean == 1.0  # (1 + 1) / 2 and (0 + 2) / 2
+    assert change.stderr == pytest.approx(0.5)  # 0 and 1
+
+
+def test_intervals_are_students():
+    """t(0.975, 2) = 4.3027: a table's value."""
+    result = tally([[0.0], [1.0], [2.0]]).estimate("r")
+    low, high = result.interval()
+    assert (low, high) == pytest.approx((1 - 4.3027 / math.sqrt(3), 1 + 4.3027 / math.sqrt(3)), abs=1e-4)
+    assert tally([[1.0], [1.0]]).estimate("r").interval() == (1.0, 1.0)
+    assert all(math.isnan(end) for end in tally([[1.0]]).estimate("r").interval())
+
+
+def test_an_unpaired_difference_is_welchs():
+    from scipy.stats import ttest_ind
+
+    one, other = [1.0, 2.0, 4.0, 9.0], [3.0, 3.5, 4.0]
+    found = difference(tally([[x] for x in other]).estimate("r"), tally([[x] for x in one]).estimate("r"))
+    interval = ttest_ind(other, one, equal_var=False).confidence_interval(0.95)
+    assert found.mean == pytest.approx(np.mean(other) - np.mean(one))
+    assert found.interval() == pytest.approx((interval.low, interval.high))
+
+
+def test_a_table_gives_the_evaluation_back():
+    collected = Tally("style")
+    rows = Rows(prompt=torch.tensor([4, 1, 4]), generation=torch.tensor([1, 0, 0]))
+    samples = Samples(
+        images=torch.zeros(3, 3, 2, 2), prompts=("x", "y", "x"), metadata=({"style": "s"}, {"tag": "t"}, {"style": "s"}), rows=rows,
+    )  # fmt: skip
+    collected.add(samples, {"r": torch.tensor([0.25, 1.0, 0.75])})
+    table = collected.table()
+    assert table == [
+        {"index": 1, "prompt": "y", "tag": "", "scores": {"r": [1.0]}},
+        {"index": 4, "prompt": "x", "tag": "s", "scores": {"r": [0.75, 0.25]}},
+    ]
+    again = Evaluation.of(table, 3)
+    assert again.comparable(collected.evaluation(3))
+    assert again.means["r"].tolist() == [1.0, 0.5]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from callbacks.grid_image import Block, _fitting, _font, _wrap, draw_grid, to_pictures
+from callbacks.grid_image import Block, Shelf, _fitting, _font, _wrap, draw_grid, draw_shelves, to_pictures
 
 RED, BLUE = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 1.0])
 
@@ -75,3 +75,16 @@ def test_words_stay_whole_where_they_can():
 
 def test_at_least_one_character_fits():
     assert _fitting("W", 1, _font(13)) == 1
+
+
+def test_shelves_stand_below_one_another_with_their_names():
+    shelves = [
+        Shelf(name="best", blocks=[block(images=1, color=RED)] * 3),
+        Shelf(name="worst", blocks=[block(images=1, color=BLUE)]),
+    ]
+    picture = draw_shelves(shelves, "title")
+    assert count(picture, RED) == 3 * 192 * 192
+    assert count(picture, BLUE) == 192 * 192
+    rows = np.nonzero((np.asarray(picture) == [0, 0, 255]).all(-1))[0]
+    assert rows.min() > np.nonzero((np.asarray(picture) == [255, 0, 0]).all(-1))[0].max()
+    assert draw_shelves([Shelf(name="", blocks=[block(images=1, size=512, scores=[0.123])])], "").height > 256

@@ -44,3 +44,30 @@ def test_a_selection_keeps_the_position_in_the_file():
 def test_sizes_are_checked(bad):
     with pytest.raises(ValueError, match=f"{bad}=0"):
         EvalLoader(PROMPTS, **({"images_per_prompt": 1, "batch_size": 1} | {bad: 0}))
+
+
+@pytest.mark.parametrize("whole_batches", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_ranks_share_the_rows_and_take_as_many_batches(ranks, whole_batches):
+    loaders = [
+        EvalLoader(PROMPTS, images_per_prompt=3, batch_size=2, rank=r, ranks=ranks, whole_batches=whole_batches)
+        for r in range(ranks)
+    ]
+    batches = [list(loader) for loader in loaders]
+    assert len({len(mine) for mine in batches} | {len(loader) for loader in loaders}) == 1
+    counted = [row for mine in batches for row in rows(batch for batch in mine if not batch.surplus)]
+    assert sorted(counted) == rows(EvalLoader(PROMPTS, images_per_prompt=3, batch_size=100))
+
+
+def test_whole_batches_are_cut_the_same_whatever_the_number_of_ranks():
+    def cut(ranks):
+        loaders = [EvalLoader(PROMPTS, 3, 2, rank=r, ranks=ranks, whole_batches=True) for r in range(ranks)]
+        return {tuple(rows([batch])) for loader in loaders for batch in loader if not batch.surplus}
+
+    assert cut(1) == cut(2) == cut(3) == cut(4)
+    assert len(cut(4)) == 5
+
+
+def test_a_surplus_batch_is_one_row_of_another_rank():
+    (batch,) = EvalLoader(PROMPTS[:1], 1, 2, rank=1, ranks=2, whole_batches=True)
+    assert batch.surplus and rows([batch]) == [("a", "A", 0, 0)]

@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import tempfile
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_modules.advantages import GroupAdvantage
 from lightning_modules.flow.windows import AllButLast, FixedWindow, Fraction, RandomWindow
@@ -15,7 +17,9 @@ from lightning_modules.schedules.retain import Retain
 from lightning_modules.schedules.reweight import Reweight
 from lightning_modules.types import Rows
 from tests.harness import Update
-from tests.loop import module
+from tests.loop import fit, module
+from tests.rank_runs import STRATEGIES, Case, GivenRewards, make_module
+from tests.ranks import pool
 from tests.tiny import TinyPolicy
 from tests.tiny_models import FAMILIES, PROMPTS, policy
 

@@ -203,7 +203,7 @@ class Benchmark(Callback, ABC):
         self._evaluate_alone(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LeanGRPO, stage: str) -> None:
-        if stage in ("validate", "test") and not self._ran and trainer.state.finished:
+        if stage in ("validate", "test") and not self._ran:
             warnings.warn(
                 f"benchmark {self.name!r} did not run, since `{stage}` had nothing to draw: set its data file, and "
                 f"trainer.limit_{'val' if stage == 'validate' else 'test'}_batches to at least 1",

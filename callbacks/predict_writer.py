@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -34,9 +35,11 @@ class PredictWriter(Callback):
     def __init__(self, rewards: dict[str, Reward] | None = None) -> None:
         self.rewards = {} if rewards is None else check_rewards(rewards)
         self._lines: list[tuple[int, int, str]] = []
+        self._folder = Path()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LeanGRPO) -> None:
         self._lines = []
+        self._folder = Path(trainer.strategy.broadcast(str(run_folder(trainer)))) / "predictions"  # the first rank's
         trainer.predict_loop.return_predictions = False
 
     def on_predict_batch_end(
@@ -54,7 +57,7 @@ class PredictWriter(Callback):
         for i, picture in enumerate(to_pictures(outputs.images)):
             prompt, image = int(outputs.rows.prompt[i]), int(outputs.rows.generation[i])
             file = f"{prompt:05d}_{image}.png"
-            with replacing(run_folder(trainer) / "predictions" / file) as temporary:
+            with replacing(self._folder / file) as temporary:
                 picture.save(temporary)
             entry: dict[str, Any] = {
                 "prompt": outputs.prompts[i],
@@ -71,10 +74,9 @@ class PredictWriter(Callback):
         self._lines = sorted(line for lines in pl_module.ranks.gather(self._lines) for line in lines)
         if not trainer.is_global_zero:
             return
-        folder = run_folder(trainer) / "predictions"
-        with replacing(folder / INDEX) as temporary:
+        with replacing(self._folder / INDEX) as temporary:
             temporary.write_text("".join(line + "\n" for _, _, line in self._lines), encoding="utf-8")
-        print(f"{len(self._lines)} images in {folder}")
+        print(f"{len(self._lines)} images in {self._folder}")
 
 
 def _score(name: str, reward: Reward, samples: Samples) -> Tensor:

@@ -2,7 +2,8 @@
 
 Two formats. *Gathered*: one file of whole tensors, the same whatever the number of ranks and the strategy. *Sharded*: a
 folder to which every rank writes its own shards (``torch.distributed.checkpoint``), for a model whose whole state is too
-much for the memory of one node; beside the shards lies ``tree.pt`` with everything else.
+much for the memory of one node; beside the shards lies ``tree.pt`` with everything else. Shards are safetensors, and of
+``tree.pt`` only tensors and plain values are read, so that a folder cannot run code (torch's own index file is a pickle).
 
 A *tree* is a nest of dicts, lists and tuples with tensors and plain values as its leaves.
 """
@@ -70,7 +71,7 @@ def write_shards(tree: Any, folder: Path, first: bool) -> None:
         return {PLACE: path}
 
     rest = _mapped(tree, take)
-    dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder, sync_files=True))
+    dcp.save(shards, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
     if first:
         with open(folder / TREE, "wb") as file:
             torch.save(rest, file)
@@ -91,7 +92,8 @@ def read_shards(folder: Path, mesh: DeviceMesh | None = None, device: torch.devi
     if not (folder / TREE).is_file():
         raise ValueError(f"{folder} holds no complete checkpoint: {TREE} is missing; give another one of the same run")
     rest = torch.load(folder / TREE, map_location="cpu", weights_only=True)
-    kinds = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    kinds = reader.read_metadata().state_dict_metadata
     placements = [] if mesh is None else [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     shards: dict[str, Any] = {}
     for name, kind in kinds.items():
@@ -100,7 +102,7 @@ def read_shards(folder: Path, mesh: DeviceMesh | None = None, device: torch.devi
             shards[name] = torch.empty(kind.size, dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             shards[name] = empty(*kind.size, dtype=dtype, device_mesh=mesh, placements=placements)  # pyright: ignore[reportAttributeAccessIssue]
-    dcp.load(shards, storage_reader=dcp.FileSystemReader(folder), no_dist=mesh is None)
+    dcp.load(shards, storage_reader=reader, no_dist=mesh is None)
     return _filled(rest, shards)
 
 

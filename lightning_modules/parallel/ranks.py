@@ -7,7 +7,9 @@ not arrive is named: ``torch.distributed.monitored_barrier`` runs before each ex
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -46,29 +48,19 @@ class Ranks:
     def gather(self, value: T, what: str = "an exchange") -> list[T]:
         """Every rank's ``value`` (picklable and small), in the order of the ranks. Errors: ``RuntimeError`` naming the
         ranks that do not arrive in time, or that have arrived at something else."""
-        return [value] if self.size == 1 else self._gather(value, what, self._timeout)
+        return [value] if self.size == 1 else self._wait_and_gather(value, what)
 
     def share(self, work: Callable[[], T], what: str) -> list[T]:
         """Do ``work`` on every rank and exchange the results. Where it fails on some rank no rank goes on: that rank
         raises its own exception, the others a ``RuntimeError`` that says which rank failed and how."""
         if self.size == 1:
             return [work()]
-        result: Any = None
-        failure: Exception | None = None
         try:
             result = work()
         except Exception as error:
-            failure = error
-        message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        try:
-            patience = self._timeout if failure is None else min(GRACE, self._timeout)
-            outcomes = self._gather((result, message), what, patience)
-        except RuntimeError:
-            if failure is not None:  # where ranks wait for each other's layers they cannot come to hear of it
-                raise failure from None
+            self._tell((None, f"{type(error).__name__}: {error}"), what)
             raise
-        if failure is not None:
-            raise failure
+        outcomes: list[tuple[T, str | None]] = self.gather((result, None), what)
         failed = {rank: message for rank, (_, message) in enumerate(outcomes) if message is not None}
         if failed:
             rank, message = next(iter(failed.items()))
@@ -87,14 +79,26 @@ class Ranks:
                 "processes with the same config and checkpoint"
             )
 
-    def _gather(self, value: T, what: str, timeout: float) -> list[T]:
+    def _tell(self, outcome: tuple[None, str], what: str) -> None:
+        """Take part in an exchange for the others' sake. They may never come to it, where they wait for this rank's layers;
+        so it goes on in the background, and is left there."""
+
+        def tell() -> None:
+            with suppress(RuntimeError):
+                self.gather(outcome, what)
+
+        thread = Thread(target=tell, daemon=True)
+        thread.start()
+        thread.join(GRACE)
+
+    def _wait_and_gather(self, value: T, what: str) -> list[T]:
         try:
-            dist.monitored_barrier(self._group, timeout=timedelta(seconds=timeout), wait_all_ranks=True)
+            dist.monitored_barrier(self._group, timeout=timedelta(seconds=self._timeout), wait_all_ranks=True)
             arrived: list[Any] = [None] * self.size
             dist.all_gather_object(arrived, (what, value), group=self._group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self.rank}: not every rank arrived at {what} within {timeout:g} s ({error}); look at the log of "
+                f"rank {self.rank}: not every rank arrived at {what} within {self._timeout:g} s ({error}); look at the log of "
                 "the rank that is missing"
             ) from error
         elsewhere = {rank: place for rank, (place, _) in enumerate(arrived) if place != what}

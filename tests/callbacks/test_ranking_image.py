@@ -31,8 +31,8 @@ def shown(monkeypatch, tmp_path):
 
 
 def test_best_median_and_worst_with_their_own_picture_prompt_and_score(shown):
-    seen = shown([[k / 12] for k in range(12)])
-    assert [score for _, score, _ in seen["best"]] == [11 / 12, 10 / 12, 9 / 12, 8 / 12]
+    seen = shown([[float(k)] for k in range(12)])
+    assert [score for _, score, _ in seen["best"]] == [11.0, 10.0, 9.0, 8.0]
     assert [prompt for prompt, _, _ in seen["worst"]] == ["p0", "p1", "p2", "p3"]
     assert [prompt for prompt, _, _ in seen["median"]] == ["p6", "p7", "p5", "p8"]
     assert all(grey == 10 * int(prompt[1:]) for shelf in seen.values() for prompt, _, grey in shelf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 import yaml
 from jsonargparse import Namespace
 
-from benchmarks.plan import main as plan
 from benchmarks.plan import plan_config, read_config, summary
 from lightning_modules.policies import flux, sd3, wan
 from lightning_modules.policies.loading import DTYPES, Parts
@@ -20,6 +20,7 @@ from lightning_modules.schedules.retain import Retain
 from lightning_modules.schedules.reweight import Reweight
 from rewards import hpsv2, ocr, pickscore, remote  # noqa: F401  (what the experiments name)
 from rewards.base import Reward
+from tests.headers import header_of
 from tests.loop import Scorer, fit
 from tests.tiny_models import SIZE, TOKENS, TRANSFORMERS, pipeline
 from train import main
@@ -44,6 +45,7 @@ def first(file):
     return file == min(EXPERIMENTS, key=lambda other: (other.parent != file.parent, other.name))
 
 
+SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
 every_experiment = pytest.mark.parametrize("file", EXPERIMENTS, ids=name)
 
 
@@ -94,7 +96,7 @@ def small(file):
     config, family = read(file), FAMILY[file.parent.name]
     frames = min(policy_node(config)[0]["frames"], 5)
     size = {"height": SIZE[family], "width": 2 * SIZE[family], "frames": frames, "max_sequence_length": TOKENS}
-    steps = min(config["model"]["init_args"]["num_steps"], 8)
+    steps = min(config["model"]["init_args"]["num_steps"], 6)  # every window fits
     return size, {"num_steps": steps, "eval_num_steps": 2, "generations_per_prompt": 2, "micro_batch": 2}
 
 
@@ -147,9 +149,7 @@ def test_it_trains_the_same_way_under_every_schedule(file, tiny_weights, tmp_pat
                 assert ours[name] == pytest.approx(natives[name], rel=0.05), name
 
 
-@pytest.mark.parametrize(
-    "file", [pytest.param(f, marks=() if first(f) else pytest.mark.slow) for f in EXPERIMENTS], ids=name
-)
+@pytest.mark.parametrize("file", [pytest.param(f, marks=() if first(f) else SLOW) for f in EXPERIMENTS], ids=name)
 def test_its_command_line_runs(file, tiny_weights, no_reward_weights, tmp_path, capsys):
     """Parsed, linked, instantiated and trained as a user does it, with the callbacks, the plan and the export."""
     cli = main(command_line(file, tmp_path / "runs"))
@@ -163,16 +163,51 @@ def test_its_command_line_runs(file, tiny_weights, no_reward_weights, tmp_path, 
     assert any((tmp_path / "runs/version_0/export/iteration_000002").iterdir())
 
 
-def test_the_recipe_with_two_updates_per_rollout_runs(tiny_weights, no_reward_weights, tmp_path):
-    """As the header of FLUX's FlowGRPO tells: the second update is off policy, so its ratio has left 1."""
+def original_recipe(file):
+    """The command line in the header, if it has one, that takes the authors' two optimizer steps per rollout."""
+    _, announced, command = header_of(file).partition("(Native alone can): python train.py ")
+    return shlex.split(command.replace("\\ ", "")) if announced else None
+
+
+@every_experiment
+def test_one_step_on_half_of_the_prompts_names_the_original_two(file):
+    config = read(file)
+    whole = 2 * config["data"]["init_args"]["prompts_per_step"]
+    steps_twice = "two optimizer steps per rollout" in header_of(file)
+    assert (original_recipe(file) is not None) == steps_twice
+    if steps_twice:
+        assert f"{whole} prompts x {config['model']['init_args']['generations_per_prompt']}" in header_of(file)
+        assert original_recipe(file) == [
+            *("fit", "--config", str(file.relative_to(ROOT)), "--data.init_args.prompts_per_step", str(whole)),
+            *("--model.init_args.schedule", "configs/schedule/native_two_updates.yaml"),
+        ]
+
+
+def test_the_original_recipe_runs(tiny_weights, no_reward_weights, tmp_path, monkeypatch):
+    """The header's own words. The second step is off policy: its ratio has left 1."""
+    monkeypatch.chdir(ROOT)
     file = ROOT / "configs/experiment/flux_dev/flowgrpo.yaml"
-    assert "--model.init_args.schedule configs/schedule/native_two_updates.yaml" in header_of(file)
-    two_updates = ROOT / "configs/schedule/native_two_updates.yaml"
-    options = ["--model.init_args.schedule", str(two_updates), "--model.init_args.micro_batch", "1"]
-    model = main([*command_line(file, tmp_path / "runs"), *options]).model
-    assert (type(model.schedule), model.schedule.updates_per_rollout, model.iteration) == (Native, 2, 2)
+    fit, option, _, *smaller = command_line(file, tmp_path / "runs")
+    assert original_recipe(file)[:2] == [fit, option]
+    cli = main([*original_recipe(file), *smaller, "--model.init_args.micro_batch", "1"])
+    model = cli.model
+    assert (type(model.schedule), model.iteration, cli.trainer.global_step) == (Native, 2, 4)
     deviations = [value for name, value in model.iteration_metrics.items() if name.startswith("ratio_deviation/")]
     assert len(deviations) == 5 and max(deviations) > 0
+
+
+def test_a_recipe_of_three_updates_is_one_option_more(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    line = original_recipe(ROOT / "configs/experiment/flux_dev/dancegrpo.yaml")
+    with pytest.raises(SystemExit):
+        main([*line, "--model.init_args.schedule.init_args.updates_per_rollout", "3", "--print_config"])
+    resolved = yaml.safe_load(capsys.readouterr().out)
+    assert resolved["model"]["init_args"]["schedule"]["init_args"] == {
+        "updates_per_rollout": 3,
+        "samples_per_update": "part",
+        "micro_batch": None,
+    }
+    assert resolved["data"]["init_args"]["prompts_per_step"] == 16
 
 
 @every_experiment
@@ -184,20 +219,8 @@ def test_the_header_says_how_to_run_it_and_what_it_takes(file):
     assert re.search(r"Plan: [\d.]+ GiB = weights", header) and re.search(r"GPUs?: ", header)
 
 
-def header_of(file):
-    """The comment at the top as one line."""
-    lines = file.read_text().split("\n\n")[0].splitlines()
-    assert all(line.startswith("#") for line in lines)
-    return " ".join(" ".join(line.removeprefix("#") for line in lines).split())
-
-
-def test_the_memory_in_a_header_is_what_the_command_prints(capsys):
-    file = ROOT / "configs/experiment/sd35_medium/flowgrpo_fast.yaml"
-    plan(["--line", str(file)])
-    assert f"Plan: {capsys.readouterr().out.strip()} " in header_of(file)
-
-
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @every_experiment
 def test_the_memory_in_every_header_is_the_plans(file):
     assert f"Plan: {summary(plan_config(file))} " in header_of(file)

@@ -6,7 +6,14 @@ import pytest
 
 from lightning_modules.parallel.layout import Layout
 
+KINDS = ("shared", "per_rank")
 SIZES = list(itertools.product((1, 2, 3, 5), (2, 3, 4, 8, 12), (1, 2, 3, 4, 8, 32)))
+"""(B, M, R); a failing assertion names the layout."""
+
+
+def layouts(kinds=KINDS):
+    for (prompts, generations, ranks), kind in itertools.product(SIZES, kinds):
+        yield Layout(prompts=prompts, generations=generations, ranks=ranks, kind=kind)
 
 
 def pairs(layout, start, stop, rank):
@@ -18,20 +25,24 @@ def everything(layout):
     return [pair for rank in range(layout.ranks) for pair in pairs(layout, 0, layout.waves, rank)]
 
 
-@pytest.mark.parametrize("kind", ["shared", "per_rank"])
-@pytest.mark.parametrize(("prompts", "generations", "ranks"), SIZES)
-def test_every_generation_is_made_exactly_once(prompts, generations, ranks, kind):
-    layout = Layout(prompts=prompts, generations=generations, ranks=ranks, kind=kind)
-    assert sorted(everything(layout)) == list(itertools.product(range(prompts), range(generations)))
-    assert layout.idle_slots == layout.waves * ranks - prompts * generations
+def made_until(layout, stop, start=0):
+    """By all ranks in these waves."""
+    slots = (layout.slot(wave, rank) for wave in range(start, stop) for rank in range(layout.ranks))
+    return {slot for slot in slots if slot is not None}
 
 
-@pytest.mark.parametrize(("prompts", "generations", "ranks"), SIZES)
-def test_shared_idles_fewer_slots_than_there_are_ranks(prompts, generations, ranks):
-    layout = Layout(prompts=prompts, generations=generations, ranks=ranks)
-    assert 0 <= layout.idle_slots < ranks
-    shares = [len(pairs(layout, 0, layout.waves, rank)) for rank in range(ranks)]
-    assert max(shares) - min(shares) <= 1
+def test_every_generation_is_made_exactly_once():
+    for layout in layouts():
+        pairs_wanted = list(itertools.product(range(layout.prompts), range(layout.generations)))
+        assert sorted(everything(layout)) == pairs_wanted, layout
+        assert layout.idle_slots == layout.waves * layout.ranks - layout.prompts * layout.generations, layout
+
+
+def test_shared_idles_fewer_slots_than_there_are_ranks():
+    for layout in layouts(kinds=("shared",)):
+        assert 0 <= layout.idle_slots < layout.ranks, layout
+        shares = [len(pairs(layout, 0, layout.waves, rank)) for rank in range(layout.ranks)]
+        assert max(shares) - min(shares) <= 1, layout
 
 
 @pytest.mark.parametrize(("generations", "ranks"), [(8, 2), (8, 4), (4, 4), (12, 3)])
@@ -71,28 +82,22 @@ def test_hand_worked_shares_of_two_ranks():
     ]
 
 
-@pytest.mark.parametrize("kind", ["shared", "per_rank"])
 @pytest.mark.parametrize("micro_batch", [None, 1, 2, 3])
-@pytest.mark.parametrize(("prompts", "generations", "ranks"), SIZES)
-def test_chunks_cover_the_waves_and_close_each_group_once_it_is_complete(
-    prompts, generations, ranks, micro_batch, kind
-):
-    layout = Layout(prompts=prompts, generations=generations, ranks=ranks, kind=kind)
-    for groups_in_flight in (1, 2):
+def test_chunks_cover_the_waves_and_close_each_group_once_it_is_complete(micro_batch):
+    for layout, groups_in_flight in itertools.product(layouts(), (1, 2)):
         chunks = layout.chunks(groups_in_flight, micro_batch)
         rounds = [r for chunk in chunks for r in chunk.rounds]
-        assert [w for r in rounds for w in range(r.start, r.stop)] == list(range(layout.waves))
-        assert sorted(p for chunk in chunks for p in chunk.closed) == list(range(prompts))
+        assert [w for r in rounds for w in range(r.start, r.stop)] == list(range(layout.waves)), layout
+        assert sorted(p for chunk in chunks for p in chunk.closed) == list(range(layout.prompts)), layout
         for chunk in chunks:
-            made = {pair for rank in range(ranks) for pair in pairs(layout, 0, chunk.stop, rank)}
+            made = made_until(layout, chunk.stop)
             for prompt in chunk.closed:
-                assert {(prompt, m) for m in range(generations)} <= made
+                assert {(prompt, m) for m in range(layout.generations)} <= made, (layout, prompt)
             for r in chunk.rounds:
-                assert r.stop <= chunk.stop <= layout.waves
-                members = {pair for rank in range(ranks) for pair in pairs(layout, r.start, r.stop, rank)}
-                done = {pair for rank in range(ranks) for pair in pairs(layout, 0, r.closes, rank)}
-                assert {(p, m) for p, _ in members for m in range(generations)} <= done
-                assert micro_batch is None or r.stop - r.start <= micro_batch
+                assert r.stop <= chunk.stop <= layout.waves, (layout, r)
+                members, done = made_until(layout, r.stop, r.start), made_until(layout, r.closes)
+                assert {(p, m) for p, _ in members for m in range(layout.generations)} <= done, (layout, r)
+                assert micro_batch is None or r.stop - r.start <= micro_batch, (layout, r)
 
 
 @pytest.mark.parametrize(("prompts", "generations", "ranks"), [(3, 8, 2), (2, 8, 4), (4, 2, 4), (8, 2, 8), (5, 2, 4)])
@@ -112,7 +117,12 @@ def test_one_rank_rolls_out_group_by_group():
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"prompts": 0}, "prompts=0"), ({"ranks": 0}, "ranks=0"), ({"generations": 0}, "generations=0"), ({"kind": "x"}, "'x'")],
+    [
+        ({"prompts": 0}, "prompts=0"),
+        ({"ranks": 0}, "ranks=0"),
+        ({"generations": 0}, "generations=0"),
+        ({"kind": "x"}, "'x'"),
+    ],
 )
 def test_impossible_layouts_are_refused(options, named):
     with pytest.raises(ValueError, match=named):

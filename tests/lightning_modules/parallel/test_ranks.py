@@ -1,13 +1,15 @@
 """Small things told between processes, in order, with bounded waits and the culprit by name."""
 
+import os
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_modules.parallel import ranks as ranks_module
 from lightning_modules.parallel.ranks import Ranks
-from tests.ranks import pool
+from tests.ranks import RankError, pool
 
 SLOW = 2
 """The rank that comes late."""
@@ -157,3 +159,44 @@ def groups_kept():
 
 def test_closed_objects_leave_no_groups_behind():
     assert pool(2).run(groups_kept) == [(3, 0)] * 2
+
+
+def vanish(culprit):
+    ranks = Ranks.connected(1.5)
+    ranks.gather(0)
+    if ranks.rank == culprit:
+        os._exit(9)
+    ranks.gather(0, "the rewards")
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_dies_does_not_keep_the_others_waiting(culprit):
+    """Nor does it if what it held up is noticed by the first rank alone, which tells the others by leaving."""
+    pool(4).run(exchange)  # started
+    start = time.monotonic()
+    with pytest.raises(RankError, match=rf"rank {culprit}:\ndied \(exit code 9\)") as caught:
+        pool(4).run(vanish, culprit)
+    assert time.monotonic() - start < 8
+    assert str(caught.value).count("not every rank arrived at the rewards") == 3
+
+
+def fail_where_nobody_hears(grace):
+    """The last rank fails while the others are busy, and does not wait for them as long as they would for it."""
+    ranks_module.GRACE, before = grace, ranks_module.GRACE
+    ranks = Ranks.connected(20)
+    start = time.monotonic()
+    try:
+        if ranks.rank < ranks.size - 1:
+            time.sleep(grace + 1.5)
+        else:
+            ranks.share(lambda: 1 // 0, "scoring")
+    except ZeroDivisionError:
+        return time.monotonic() - start
+    finally:
+        ranks_module.GRACE = before
+        ranks.close()
+
+
+def test_a_rank_that_failed_raises_its_own_error_soon_though_nobody_comes():
+    *_, seconds = pool(2).run(fail_where_nobody_hears, 0.5)
+    assert 0.4 < seconds < 1.9

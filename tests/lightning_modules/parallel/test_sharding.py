@@ -120,7 +120,12 @@ def sharded_policy(family, trainable, replicate, guided):
 
 @pytest.mark.parametrize(
     ("family", "trainable", "ranks", "replicate", "guided"),
-    [("sd3", "lora", 2, 1, False), ("flux", "full", 2, 1, False), ("wan22", "lora", 2, 1, True), ("wan21", "full", 4, 2, False)],
+    [
+        ("sd3", "lora", 2, 1, False),
+        ("flux", "full", 2, 1, False),
+        ("wan22", "lora", 2, 1, True),
+        ("wan21", "full", 4, 2, False),
+    ],
 )
 def test_all_ranks_take_the_first_ones_weights(family, trainable, ranks, replicate, guided):
     results = pool(ranks).run(sharded_policy, family, trainable, replicate, guided)
@@ -219,7 +224,9 @@ def of_two_dtypes():
 
 
 def test_trainable_parameters_of_two_dtypes_are_refused():
-    with pytest.raises(Exception, match=r"JointTransformerBlock has trainable parameters of .*float32.*float64.*bf16-mixed"):
+    with pytest.raises(
+        Exception, match=r"JointTransformerBlock has trainable parameters of .*float32.*float64.*bf16-mixed"
+    ):
         pool(2).run(of_two_dtypes)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from lightning_modules.policies.guidance import ClassifierFreeGuidance
 from tests.tiny import TinyPolicy
-from tests.tiny_models import PROMPTS, policy
+from tests.tiny_models import PROMPTS, move, pipeline, policy
 
 
 class Counting(TinyPolicy):
@@ -132,22 +132,27 @@ def test_guidance_of_guidance_is_refused():
         ClassifierFreeGuidance(ClassifierFreeGuidance(Counting(), 2.0), 3.0)
 
 
+def apart(mine, prompts, dtype):
+    """Largest difference of a velocity in a batch from the same one alone."""
+    x = torch.randn(len(prompts), *mine.latent_shape, dtype=dtype)
+    sigma = torch.full((len(prompts),), 0.7, dtype=dtype)
+    together = mine(x, sigma, mine.encode(prompts))
+    alone = [mine(x[n : n + 1], sigma[:1], mine.encode([prompt])) for n, prompt in enumerate(prompts)]
+    return (together - torch.cat(alone)).abs().max().item()
+
+
+@pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("family", ["sd3", "wan21", "wan22"])
-def test_prompts_of_different_lengths_do_not_change_one_another_under_guidance(family):
-    """In float64, where rounding cannot hide a leak: a scale of 4.5 amplifies what the branches differ by in fp32, which
-    is below 1e-6 each."""
-    inner = policy(family).eval()
-    guided = ClassifierFreeGuidance(inner, 4.5, "blue").double()
-    x = torch.randn(3, *guided.latent_shape, dtype=torch.float64)
-    sigma = torch.full((3,), 0.7, dtype=torch.float64)
-    together = guided(x, sigma, guided.encode(PROMPTS))
-    for n, prompt in enumerate(PROMPTS):
-        alone = guided(x[n : n + 1], sigma[:1], guided.encode([prompt]))
-        torch.testing.assert_close(together[n : n + 1], alone, rtol=0, atol=1e-6)
-    guided.float()
-    x, sigma = x.float(), sigma.float()
-    for prompts in (PROMPTS, ["blue"] * 3):
-        branch = inner(x, sigma, inner.encode(prompts))
-        for n, prompt in enumerate(prompts):
-            alone = inner(x[n : n + 1], sigma[:1], inner.encode([prompt]))
-            torch.testing.assert_close(branch[n : n + 1], alone, rtol=0, atol=1e-6)
+def test_prompts_of_different_lengths_do_not_change_one_another(family, batched):
+    """In fp32 each branch to 1e-6, which guidance multiplies by ``w`` and ``w - 1``. That it is rounding and no leak of
+    padding shows in float64, encoders included, where nothing of it is left."""
+    scale, prompts, negative = 4.5, list(PROMPTS), "blue square left of two"
+    inner = policy(family, pipeline(family)).eval()
+    move(inner)
+    guided = ClassifierFreeGuidance(inner, scale, negative, batched)
+    assert apart(inner, prompts, torch.float32) <= 1e-6 and apart(inner, [negative] * 3, torch.float32) <= 1e-6
+    assert apart(guided, prompts, torch.float32) <= (2 * scale - 1) * 1e-6
+    for encoder in inner.text.modules.values():
+        encoder.double()
+    guided = ClassifierFreeGuidance(inner.double(), scale, negative, batched)
+    assert apart(guided, prompts, torch.float64) <= 1e-12

@@ -1,7 +1,10 @@
 """The processes that distributed tests run on: as torchrun sets them up, bounded in time, failures by rank, none left."""
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -104,3 +107,53 @@ def test_closing_ends_every_process():
     one.close()
     assert not any(alive(pid) for pid in pids)
     one.close()
+
+
+SESSION = """
+import multiprocessing.forkserver
+import os
+import pathlib
+import time
+
+from tests.ranks import pool
+
+def identity():
+    return os.getpid()
+
+def hang():
+    pathlib.Path("hanging").touch()
+    time.sleep(100)
+
+def test_that_fails():
+    pids = [*pool(2).run(identity), multiprocessing.forkserver._forkserver._forkserver_pid]
+    pathlib.Path("pids").write_text(" ".join(map(str, pids)))
+    assert False
+
+def test_that_is_interrupted():
+    pool(2).run(hang)
+"""
+
+
+def test_a_session_that_fails_and_is_interrupted_leaves_no_process_behind(tmp_path, repository):
+    """Ctrl-C goes to all processes of a terminal's foreground."""
+    (tmp_path / "test_session.py").write_text(SESSION)
+    session = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "test_session.py"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(repository)}, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "hanging").exists() and time.monotonic() < deadline and session.poll() is None:
+            time.sleep(0.05)
+        os.killpg(session.pid, signal.SIGINT)
+        output, _ = session.communicate(timeout=20)
+    finally:
+        session.kill()
+    assert session.returncode == pytest.ExitCode.INTERRUPTED, output
+    assert "1 failed" in output and "KeyboardInterrupt" in output
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:  # the last one ends by itself
+        time.sleep(0.05)
+    assert len(pids) == 3 and not any(alive(pid) for pid in pids)

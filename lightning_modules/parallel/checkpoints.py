@@ -11,7 +11,8 @@ A *tree* is a nest of dicts, lists and tuples with tensors and plain values as i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 TREE = "tree.pt"
 """File with all of a sharded checkpoint but its shards; without it the folder is not complete."""
-PLACE = "shards of"
-"""Key of the dict that stands in ``tree.pt`` in a sharded tensor's place."""
+PLACE, SHAPE = "shards of", "shape"
+"""Keys of the dict that stands in ``tree.pt`` in a sharded tensor's place."""
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -68,7 +69,7 @@ def write_shards(tree: Any, folder: Path, first: bool) -> None:
         if not isinstance(tensor, DTensor):
             return tensor
         shards[path] = tensor.detach()
-        return {PLACE: path}
+        return {PLACE: path, SHAPE: list(tensor.shape)}
 
     rest = _mapped(tree, take)
     dcp.save(shards, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
@@ -96,7 +97,11 @@ def read_shards(folder: Path, mesh: DeviceMesh | None = None, device: torch.devi
     kinds = reader.read_metadata().state_dict_metadata
     placements = [] if mesh is None else [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     shards: dict[str, Any] = {}
-    for name, kind in kinds.items():
+    for name, shape in _places(rest):
+        kind = kinds.get(name)
+        held = 0 if kind is None else sum(prod(chunk.sizes) for chunk in kind.chunks)  # pyright: ignore[reportAttributeAccessIssue]
+        if held != prod(shape):
+            raise ValueError(f"{folder} holds {held} of the {prod(shape)} elements of {name}: give another checkpoint")
         dtype = kind.properties.dtype  # pyright: ignore[reportAttributeAccessIssue]  (all of them are tensors)
         if mesh is None:
             shards[name] = torch.empty(kind.size, dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue]
@@ -117,9 +122,18 @@ def _mapped(tree: Any, change: Callable[[Tensor, str], Any], path: str = "") -> 
     return tree
 
 
+def _places(tree: Any) -> Iterator[tuple[str, list[int]]]:
+    """(name, shape) of every sharded tensor."""
+    if isinstance(tree, dict) and tree.keys() == {PLACE, SHAPE}:
+        yield tree[PLACE], tree[SHAPE]
+    elif isinstance(tree, (dict, list, tuple)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _places(part)
+
+
 def _filled(tree: Any, shards: dict[str, Tensor]) -> Any:
     if isinstance(tree, dict):
-        if tree.keys() == {PLACE}:
+        if tree.keys() == {PLACE, SHAPE}:
             return shards[tree[PLACE]]
         return {key: _filled(value, shards) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):

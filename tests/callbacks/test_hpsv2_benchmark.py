@@ -33,9 +33,9 @@ def rows(styles=STYLES):
 
 @pytest.fixture
 def evaluate(make_trainer, make_data, tmp_path):
-    def run(prompts, **changes):
+    def run(lines, **changes):
         file = tmp_path / "hpdv2.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+        file.write_text("".join(json.dumps(row) + "\n" for row in lines))
         benchmark = HPSv2Benchmark(**({"prompts": str(file), "reward": ByNumber()} | changes))
         make_trainer(benchmark, limit_val_batches=1).validate(make_module(), datamodule=make_data(), verbose=False)
         folder = tmp_path / "run" / "evaluations" / "hpsv2" / "iteration_000000"

@@ -92,5 +92,7 @@ def test_a_small_device_keeps_the_groups_size(without, monkeypatch):
 
 def test_a_number_on_the_command_line_beats_the_group(monkeypatch):
     monkeypatch.chdir(ROOT)
-    trainer = resolved("--trainer.num_nodes", "4", "--config", RUNS[0], "--config", str(GROUPS[0].with_stem("fsdp2_hybrid")))
+    trainer = resolved(
+        "--trainer.num_nodes", "4", "--config", RUNS[0], "--config", str(GROUPS[0].with_stem("fsdp2_hybrid"))
+    )
     assert trainer["trainer"]["num_nodes"] == 4

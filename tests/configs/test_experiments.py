@@ -96,7 +96,7 @@ def small(file):
     config, family = read(file), FAMILY[file.parent.name]
     frames = min(policy_node(config)[0]["frames"], 5)
     size = {"height": SIZE[family], "width": 2 * SIZE[family], "frames": frames, "max_sequence_length": TOKENS}
-    steps = min(config["model"]["init_args"]["num_steps"], 6)  # every window fits
+    steps = min(config["model"]["init_args"]["num_steps"], 8)
     return size, {"num_steps": steps, "eval_num_steps": 2, "generations_per_prompt": 2, "micro_batch": 2}
 
 

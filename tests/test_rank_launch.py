@@ -41,7 +41,7 @@ def command(args, environment=None):
     finally:
         os.environ.clear()
         os.environ.update(before)
-    folders = {str(logger.log_dir) for logger in cli.trainer.loggers}
+    folders = {os.path.normpath(logger.log_dir) for logger in cli.trainer.loggers}
     return cli.trainer.default_root_dir, folders, said.getvalue()
 
 
@@ -57,7 +57,9 @@ def alone(tmp_path_factory):
     return figures(Path(main(["fit", "--config", write(root)]).trainer.default_root_dir))
 
 
-@pytest.mark.parametrize(("options", "environment"), [(DDP, None), (FSDP2, None), (DDP, SLURM)], ids=["ddp", "fsdp2", "slurm"])
+@pytest.mark.parametrize(
+    ("options", "environment"), [(DDP, None), (FSDP2, None), (DDP, SLURM)], ids=["ddp", "fsdp2", "slurm"]
+)
 def test_all_ranks_write_to_the_first_ones_folder(options, environment, alone, tmp_path):
     summary = [{"class_path": "callbacks.summary.Summary"}, {"class_path": "callbacks.plan_report.PlanReport"}]
     config = write(tmp_path, callbacks=summary if options == DDP else summary[:1])
@@ -108,7 +110,7 @@ def test_a_root_that_cannot_hold_a_run_stops_every_rank(tmp_path):
     [
         ("ddp_spawn", "'spawn' is not proven"),
         ("ddp_notebook", "'fork' is not proven"),
-        ("lightning.pytorch.strategies.ModelParallelStrategy", "frozen weights"),
+        ('{"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}', "frozen weights"),
     ],
 )
 def test_a_strategy_that_is_not_proven_is_refused_before_any_process_is_started(strategy, reason, tmp_path):
@@ -132,7 +134,7 @@ class Job:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
             start += ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-        self._log = open(root / "log", "w+")
+        self._log = open(root / "log", "w+")  # noqa: SIM115  (closed with the job)
         self.process = subprocess.Popen(
             [*start, "train.py", "fit", "--config", write(root, **config), *options],
             cwd=repository,
@@ -164,7 +166,9 @@ class Job:
                 if os.getsid(int(pid)) == self.process.pid:
                     words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
                     variables = dict(
-                        word.split("=", 1) for word in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in word
+                        word.split("=", 1)
+                        for word in Path(f"/proc/{pid}/environ").read_text().split("\0")
+                        if "=" in word
                     )
                     if "train.py" in {Path(word).name for word in words} and "torch.distributed.run" not in words:
                         found[int(variables.get("LOCAL_RANK", 0))] = int(pid)
@@ -240,7 +244,9 @@ def test_killing_one_rank_ends_the_others_and_leaves_a_checkpoint(options, torch
     os.kill(started.pids()[rank], signal.SIGKILL)
     status, said = started.ended(seconds=90)
     assert status != 0
-    assert "rank" in said and ("arrived" in said or "Connection" in said or "SIGKILL" in said or "code -9" in said), said
+    assert "rank" in said and ("arrived" in said or "Connection" in said or "SIGKILL" in said or "code -9" in said), (
+        said
+    )
     assert resumes(started.run, tmp_path) >= 2
 
 

@@ -35,7 +35,7 @@ class RunFolder(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.folder is None:
             self.folder = self._choose(trainer)
-        trainer._default_root_dir = str(self.folder)
+        trainer._default_root_dir = str(self.folder)  # pyright: ignore[reportAttributeAccessIssue]
         if self.loggers:
             self.loggers = False  # once, also where one Trainer fits and then tests
             trainer.loggers = [
@@ -43,7 +43,7 @@ class RunFolder(Callback):
                 TensorBoardLogger(self.folder, name="", version="", default_hp_metric=False, flush_secs=10),
             ]
             for logger in trainer.loggers:
-                _ = logger.experiment  # makes its files now, as the Trainer does for loggers that it was given
+                _ = logger.experiment  # pyright: ignore[reportAttributeAccessIssue]  (makes its files, as the Trainer does)
 
     def _choose(self, trainer: Trainer) -> Path:
         folder = error = None

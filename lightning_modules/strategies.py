@@ -135,7 +135,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def _make_mesh(self) -> DeviceMesh:
         """(shard) or (replicate, shard); ranks are numbered node by node."""
-        groups = self.num_nodes if self.replicate == "nodes" else self.replicate
+        groups = self.num_nodes if isinstance(self.replicate, str) else self.replicate
         if self.world_size % groups:
             raise ValueError(
                 f"replicate={self.replicate} does not divide the {self.world_size} processes: give the number of nodes"
@@ -229,9 +229,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         """From a file, whole; from a folder, sharded (then collective)."""
         path = Path(self.broadcast(str(checkpoint_path)))
         return (
-            read_shards(path, self.device_mesh)
-            if path.is_dir()
-            else super(ModelParallelStrategy, self).load_checkpoint(path, weights_only)
+            read_shards(path, self.device_mesh) if path.is_dir() else Strategy.load_checkpoint(self, path, weights_only)
         )
 
     def setup(self, trainer: Trainer) -> None:
@@ -256,7 +254,7 @@ def _laid_out(name: str, value: Any, parameter: Tensor, optimizer: Optimizer) ->
 
 
 def _take_name(draft: Path, folder: Path) -> None:
-    """Errors: ``OSError`` if there is a folder of that name which is not empty."""
+    """In the place of a folder of that name, if there is one."""
     if folder.is_dir():
         shutil.rmtree(folder)
     draft.replace(folder)

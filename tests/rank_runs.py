@@ -34,6 +34,7 @@ STRATEGIES: dict[str, Any] = {
     "ddp": DDPStrategy,
     "fsdp2": FSDP2Strategy,
     "hybrid": lambda: FSDP2Strategy(replicate=2),
+    "fsdp2_bf16": lambda: FSDP2Strategy(param_dtype="bfloat16"),
 }
 TEXTS = ("a red circle", "two blue squares", "a green ring")
 
@@ -46,7 +47,8 @@ class Case:
     strategy: str = "single"
     ranks: int = 1
     policy: str = "full"
-    """``full`` and ``lora``: a tiny SD3; ``shapes``: the embedded model, small."""
+    """``full`` and ``lora``: a tiny policy of ``family``; ``shapes``: the embedded model, small."""
+    family: str = "sd3"
     prompts: int = 2
     generations: int = 4
     rewards: tuple[tuple[float, ...], ...] | None = None
@@ -98,7 +100,7 @@ def make_policy(case: Case):
         torch.manual_seed(5)
         policy = ShapesPolicy(weights=None, num_layers=2, width=16, num_heads=2)
     else:
-        policy = tiny_models.policy("sd3", trainable=case.policy, **case.policy_options)
+        policy = tiny_models.policy(case.family, trainable=case.policy, **case.policy_options)
     tiny_models.move(policy)  # adapters no longer add zero
     return policy
 
@@ -115,14 +117,14 @@ def make_module(case: Case):
     return module(schedule, policy=make_policy(case), **options)
 
 
-def run(case: Case) -> dict[str, Any]:
+def run(case: Case, *callbacks: Callback) -> dict[str, Any]:
     """Train as ``case`` says -> what this rank saw: ``gradients``, ``weights`` (whole), ``metrics``, ``scored`` and, of the
     gradients' reduction, ``traffic``."""
     model, scorer, capture = make_module(case), GivenRewards(case.table), Capture()
     with tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         metrics = fit(
-            model, case.iterations, root=root, scorer=scorer, callbacks=[capture], prompts=TEXTS[: case.prompts],
+            model, case.iterations, root=root, scorer=scorer, callbacks=[capture, *callbacks], prompts=TEXTS[: case.prompts],
             strategy=STRATEGIES[case.strategy](), devices=case.ranks, use_distributed_sampler=False, **case.trainer,
         )  # fmt: skip
     weights = {n: whole(p.detach()).cpu().clone() for n, p in model.policy.named_parameters() if p.requires_grad}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -138,14 +139,30 @@ def _work(pipe: Any, rank: int, ranks: int, port: int, stacks: str) -> None:
         )  # fmt: skip
         torch.set_num_threads(1)
         dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=GROUP_TIMEOUT)
+        gc.freeze()
         pipe.send((True, None))
         while True:
             try:
                 call = pipe.recv()
             except (EOFError, OSError):
                 break
+            _leave_groups()  # by now every rank has come out of the last call
             _reply(pipe, *_call(*call))
     os._exit(0)  # gloo's threads outlive sharded models at a normal exit
+
+
+def _leave_groups() -> None:
+    """Leave every process group but the default one: the threads of those that a call left open would keep a core busy."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import debug
+
+    gc.collect()  # a sharded model that outlived its groups would end the process
+    everybody = dist.distributed_c10d._get_default_group()
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not everybody]
+    if any(group.size() < everybody.size() for group in groups):
+        debug._clear_sharding_prop_cache()  # it remembers meshes, and an equal one would be taken for the one left
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def _reply(pipe: Any, succeeded: bool, result: Any) -> None:

@@ -78,7 +78,7 @@ def run(case, root, iterations, ckpt_path=None):
     root.mkdir(parents=True, exist_ok=True)
     if case.ranks == 1 and case.strategy == "single":
         return train(case, root, iterations, ckpt_path)
-    results = pool(case.ranks).run(train, case, root, iterations, ckpt_path)
+    results = pool(case.ranks).run(train, case, root, iterations, ckpt_path, timeout=110)
     for other in results[1:]:
         assert all(torch.equal(v, results[0]["weights"][n]) for n, v in other["weights"].items())
     return results[0]
@@ -136,7 +136,7 @@ def same_shape(ours, theirs, path="checkpoint"):
         assert ours == theirs, path
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES[1:] if place[0] != "sharded"], ids=str)
+@pytest.mark.parametrize("place", [("ddp", 2), ("fsdp2", 2), ("hybrid", 4)], ids=str)
 def test_the_file_is_the_same_whatever_saved_it(place, files):
     ours, theirs = (load(checkpoint(files(LORA, where))) for where in (place, PLACES[0]))
     same_shape(ours, theirs)
@@ -145,7 +145,7 @@ def test_the_file_is_the_same_whatever_saved_it(place, files):
 
 
 def test_a_folder_of_shards_holds_what_the_file_holds(files):
-    root = files(LORA, ("sharded", 4))
+    root = files(LORA, ("sharded", 2))
     assert checkpoint(root).is_dir() and (root / "checkpoints" / "last.ckpt").is_symlink()
     assert sorted(path.name for path in (root / "checkpoints").iterdir()) == ["iteration_000002.ckpt", "last.ckpt"]
     ours = AtomicCheckpointIO().load_checkpoint(root / "checkpoints" / "last.ckpt")
@@ -155,16 +155,13 @@ def test_a_folder_of_shards_holds_what_the_file_holds(files):
 ROUTES = [
     (("single", 1), ("ddp", 2)),
     (("single", 1), ("fsdp2", 4)),
-    (("ddp", 2), ("single", 1)),
-    (("ddp", 2), ("hybrid", 4)),
-    (("fsdp2", 1), ("fsdp2", 2)),
-    (("fsdp2", 2), ("fsdp2", 1)),
-    (("fsdp2", 4), ("ddp", 2)),
+    (("ddp", 2), ("fsdp2", 1)),
+    (("fsdp2", 2), ("single", 1)),
+    (("fsdp2", 2), ("ddp", 4)),
+    (("hybrid", 4), ("fsdp2", 2)),
     (("hybrid", 4), ("single", 1)),
-    (("sharded", 4), ("sharded", 2)),
-    (("sharded", 2), ("ddp", 4)),
-    (("sharded", 4), ("hybrid", 4)),
-    (("fsdp2", 2), ("sharded", 4)),
+    (("sharded", 2), ("hybrid", 4)),
+    (("sharded", 2), ("ddp", 2)),
 ]
 
 
@@ -187,7 +184,7 @@ def test_a_resume_on_another_number_of_processes_continues_the_trajectory(
     check(LORA, source, target, files, uninterrupted, tmp_path)
 
 
-@pytest.mark.parametrize(("source", "target"), [ROUTES[1], ROUTES[6], ROUTES[8]], ids=str)
+@pytest.mark.parametrize(("source", "target"), [ROUTES[3], ROUTES[8]], ids=str)
 def test_of_full_fine_tuning_too(source, target, files, uninterrupted, tmp_path):
     check(FULL, source, target, files, uninterrupted, tmp_path)
 
@@ -203,8 +200,11 @@ def test_every_route(case, source, files, uninterrupted, tmp_path):
 # exports
 
 
-@pytest.mark.parametrize("case", [LORA, FULL], ids=["lora", "full"])
-@pytest.mark.parametrize("place", [("ddp", 2), ("fsdp2", 2), ("hybrid", 4)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [(LORA, ("ddp", 2)), (FULL, ("fsdp2", 2)), (LORA, ("fsdp2", 2)), (LORA, ("hybrid", 4))],
+    ids=lambda value: value.policy if isinstance(value, Case) else str(value),
+)
 def test_an_export_in_the_run_is_that_of_one_process(case, place, tmp_path):
     """The averages, gathered; diffusers' own loader has read them back before the folder gets its name."""
     for root, where in ((tmp_path / "single", PLACES[0]), (tmp_path / "many", place)):
@@ -219,7 +219,7 @@ def export(case, root):
     if case.ranks == 1:
         train(case, root, 1, None, [Export()])
     else:
-        pool(case.ranks).run(train, case, root, 1, None, [Export()])
+        pool(case.ranks).run(train, case, root, 1, None, [Export()], timeout=110)
 
 
 def exported(root):
@@ -262,7 +262,7 @@ class FailsOn(Callback):
 
 def broken_off(case, root, callbacks, io=None):
     """Train until something raises -> (the exception as text, seconds, what was printed)."""
-    IterationCheckpoint.grace = 3.0
+    IterationCheckpoint.grace = 1.5
     said, start = io_module.StringIO(), time.monotonic()
     try:
         with contextlib.redirect_stdout(said):
@@ -274,8 +274,7 @@ def broken_off(case, root, callbacks, io=None):
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "sharded"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp", 1), ("fsdp2", 1), ("sharded", 0)])
 def test_where_one_rank_fails_all_stop_and_save(strategy, rank, tmp_path):
     results = pool(2).run(broken_off, on(LORA, (strategy, 2)), tmp_path, [FailsOn(rank, "scoring")])
     assert results[rank][0] == "ValueError: this rank fails"
@@ -287,11 +286,10 @@ def test_where_one_rank_fails_all_stop_and_save(strategy, rank, tmp_path):
     assert "Resume" not in results[1][2] and "rank 1 stops: " in results[1][2]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("strategy", "saved"), [("ddp", 3), ("fsdp2", 2)])
+@pytest.mark.parametrize(("strategy", "saved", "rank"), [("ddp", 3, 1), ("ddp", 3, 0), ("fsdp2", 2, 0)])
 def test_a_rank_that_leaves_the_others_alone_does_not_hang_them(strategy, saved, rank, tmp_path):
     """A replicated policy is saved by the first rank; of a sharded one the last checkpoint stays."""
-    case = replace(on(LORA, (strategy, 2)), options={"rank_timeout": 4.0})
+    case = replace(on(LORA, (strategy, 2)), options={"rank_timeout": 3.0})
     results = pool(2).run(broken_off, case, tmp_path, [FailsOn(rank, "alone")])
     pool(2).close()  # the ranks are no longer in step
     assert results[rank][0] == "ValueError: this rank fails"

@@ -134,11 +134,13 @@ class Job:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
             start += ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+        mark = {"LAUNCHED_BY": str(root)}
+        self._mark = f"LAUNCHED_BY={root}"
         self._log = open(root / "log", "w+")  # noqa: SIM115  (closed with the job)
         self.process = subprocess.Popen(
             [*start, "train.py", "fit", "--config", write(root, **config), *options],
             cwd=repository,
-            env={"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": os.environ["PATH"]},
+            env={"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": os.environ["PATH"]} | mark,
             stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
@@ -159,19 +161,15 @@ class Job:
         self.wait_for(self.run / "checkpoints" / "last.ckpt", iterations)
 
     def pids(self):
-        """rank -> process id."""
+        """rank -> process id, of processes that run the command line (torchrun's have sessions of their own)."""
         found = {}
-        for pid in filter(str.isdigit, os.listdir("/proc")):
+        for process in filter(lambda path: path.name.isdigit(), Path("/proc").iterdir()):
             with contextlib.suppress(OSError):
-                if os.getsid(int(pid)) == self.process.pid:
-                    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                    variables = dict(
-                        word.split("=", 1)
-                        for word in Path(f"/proc/{pid}/environ").read_text().split("\0")
-                        if "=" in word
-                    )
-                    if "train.py" in {Path(word).name for word in words} and "torch.distributed.run" not in words:
-                        found[int(variables.get("LOCAL_RANK", 0))] = int(pid)
+                variables = (process / "environ").read_text().split("\0")
+                words = (process / "cmdline").read_text().split("\0")
+                if self._mark in variables and "torch.distributed.run" not in words:
+                    rank = next((v for v in variables if v.startswith("LOCAL_RANK=")), "LOCAL_RANK=0")
+                    found[int(rank.partition("=")[2])] = int(process.name)
         return found
 
     def ended(self, seconds):
@@ -184,8 +182,10 @@ class Job:
         return status, self.said
 
     def close(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        for pid in self.pids().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self._log.close()
 

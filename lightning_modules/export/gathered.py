@@ -3,6 +3,7 @@ configuration (and the same adapters) and given the gathered tensors, or none.""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -42,8 +43,7 @@ def _with_transformer(module: nn.Module, old: nn.Module, new: nn.Module) -> Any:
     """Copies of ``module``, and of the policies that it wraps, with ``new`` in the place of ``old`` and all else shared."""
     if module is old or not isinstance(module, Policy):
         return new if module is old else module
-    other = object.__new__(type(module))
-    other.__dict__.update(module.__dict__)
+    other = copy.copy(module)
     other._modules = {name: _with_transformer(child, old, new) for name, child in module._modules.items() if child}
     return other
 

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
@@ -51,9 +53,8 @@ def gathered(tree: Any, keep: bool) -> Any:
     def whole(tensor: Tensor, path: str) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        on_mesh = tensor.detach().to(
-            tensor.device_mesh.device_type
-        )  # shards kept on the CPU travel by the mesh's network
+        on_mesh: Any = tensor.detach().to(tensor.device_mesh.device_type)  # also shards that are kept on the CPU
+        assert isinstance(on_mesh, DTensor)
         value = on_mesh.full_tensor()
         return value.cpu() if keep else torch.empty_like(value, device="meta")
 
@@ -62,7 +63,8 @@ def gathered(tree: Any, keep: bool) -> Any:
 
 def write_shards(tree: Any, folder: Path, first: bool) -> None:
     """Write ``tree`` to the existing ``folder``, all ranks together. ``first``: whether this rank writes ``tree.pt``; it
-    does so last."""
+    does so last, and looks whether everything is there. Errors: whatever the writing raises, on every rank if it is of
+    shards."""
     shards: dict[str, Tensor] = {}
 
     def take(tensor: Tensor, path: str) -> Any:
@@ -72,12 +74,13 @@ def write_shards(tree: Any, folder: Path, first: bool) -> None:
         return {PLACE: path, SHAPE: list(tensor.shape)}
 
     rest = _mapped(tree, take)
-    dcp.save(shards, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    save(shards, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     if first:
         with open(folder / TREE, "wb") as file:
             torch.save(rest, file)
             file.flush()
             os.fsync(file.fileno())
+        _stored(folder, rest)
 
 
 def read_shards(folder: Path, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Any:
@@ -93,22 +96,28 @@ def read_shards(folder: Path, mesh: DeviceMesh | None = None, device: torch.devi
     if not (folder / TREE).is_file():
         raise ValueError(f"{folder} holds no complete checkpoint: {TREE} is missing; give another one of the same run")
     rest = torch.load(folder / TREE, map_location="cpu", weights_only=True)
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    kinds = reader.read_metadata().state_dict_metadata
     placements = [] if mesh is None else [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     shards: dict[str, Any] = {}
+    for name, (shape, dtype) in _stored(folder, rest).items():
+        if mesh is None:
+            shards[name] = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            shards[name] = empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    if shards:
+        load(shards, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=mesh is None)
+    return _filled(rest, shards)
+
+
+def _stored(folder: Path, rest: Any) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Name -> shape and dtype of the sharded tensors of ``rest``. Errors: ``ValueError`` unless every element is there."""
+    kinds: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    found = {}
     for name, shape in _places(rest):
-        kind = kinds.get(name)
-        held = 0 if kind is None else sum(prod(chunk.sizes) for chunk in kind.chunks)  # pyright: ignore[reportAttributeAccessIssue]
+        held = sum(prod(chunk.sizes) for chunk in kinds[name].chunks) if name in kinds else 0
         if held != prod(shape):
             raise ValueError(f"{folder} holds {held} of the {prod(shape)} elements of {name}: give another checkpoint")
-        dtype = kind.properties.dtype  # pyright: ignore[reportAttributeAccessIssue]  (all of them are tensors)
-        if mesh is None:
-            shards[name] = torch.empty(kind.size, dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            shards[name] = empty(*kind.size, dtype=dtype, device_mesh=mesh, placements=placements)  # pyright: ignore[reportAttributeAccessIssue]
-    dcp.load(shards, storage_reader=reader, no_dist=mesh is None)
-    return _filled(rest, shards)
+        found[name] = shape, kinds[name].properties.dtype
+    return found
 
 
 def _mapped(tree: Any, change: Callable[[Tensor, str], Any], path: str = "") -> Any:

@@ -11,7 +11,7 @@ def sequence_numbers() -> tuple[int, ...]:
     numbers = []
     for group in distributed_c10d._world.pg_map:
         try:
-            numbers.append(group._get_sequence_number_for_group())
+            numbers.append(group._get_sequence_number_for_group())  # pyright: ignore[reportAttributeAccessIssue]
         except RuntimeError:  # before its first collective, or a backend that does not count
             numbers.append(-1)
     return tuple(numbers)

@@ -148,3 +148,18 @@ def test_a_missing_test_set_stops_fit_at_the_start(make_trainer, make_data):
         make_trainer(HeldOutEvaluation({"a": MeanPixel()}, "a", every=1)).fit(
             make_module(), datamodule=make_data(val=None)
         )
+
+
+def test_what_it_measures_is_known_to_other_callbacks(make_trainer, make_data):
+    """At the iteration it is of, and no longer."""
+    seen = {}
+
+    class Looks(RewardScoring):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            seen[pl_module.iteration] = pl_module.iteration_metrics.get("val/mean")
+
+    evaluation = HeldOutEvaluation({"mean": MeanPixel()}, "mean", every=2)
+    trainer = make_trainer(evaluation, Looks({"mean": MeanPixel()}))
+    fit(trainer, make_data(iterations=3))
+    assert seen[1] is seen[3] is None
+    assert seen[2] == pytest.approx(trainer.callback_metrics["val/mean"].item())

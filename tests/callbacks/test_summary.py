@@ -1,12 +1,16 @@
+import csv
 import json
+import re
 
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from callbacks.evaluation import HeldOutEvaluation
+from callbacks.prompt_set_evaluation import PromptSetEvaluation
 from callbacks.reward_scoring import RewardScoring
 from callbacks.sample_grid import SampleGrid
-from callbacks.summary import Summary
+from callbacks.summary import CHARTS, Summary
 from lightning_modules.schedules.native import Native
 from tests.callbacks.miniature import PROMPTS, ByPrompt, MeanPixel, make_module
 
@@ -112,3 +116,67 @@ def test_dropped_samples_are_told(make_trainer, make_data, tmp_path, capsys):
         trainer.fit(make_module(generations_per_prompt=3), datamodule=make_data())
     assert strict((tmp_path / "run" / "summary.json").read_text())["dropped_samples"] == 4
     assert "(4 dropped)" in capsys.readouterr().out
+
+
+def test_training_held_out_and_evaluation_stand_side_by_side(make_trainer, make_data, tmp_path, capsys):
+    data = make_data(iterations=5)
+    benchmark = PromptSetEvaluation(
+        name="set", prompts=data.files["test"], rewards={"m": MeanPixel()}, main="m", images_per_prompt=2, batch_size=5
+    )
+    held_out = HeldOutEvaluation({"m": MeanPixel()}, "m")
+    summary, _ = run(make_trainer, data, tmp_path, held_out, benchmark)
+    with open(tmp_path / "run" / "metrics.csv") as file:
+        rewards = [float(row["reward"]) for row in csv.DictReader(file) if row["reward"]]
+    expected = {"first": sum(rewards[:2]) / 2, "last": sum(rewards[-2:]) / 2, "iterations": 2}
+    assert summary["training_rewards"] == {"reward": pytest.approx(expected), "reward/mean": pytest.approx(expected)}
+    evaluated = summary["evaluations"]["set"]["m"]
+    held = {name: value for name, value in summary["held_out_reward"].items() if name not in ("name", "per_category")}
+    assert evaluated == pytest.approx(held, abs=2e-3)  # the same images, rounded to 8 bits
+    assert (evaluated["before_iteration"], evaluated["after_iteration"]) == (0, 5)
+    assert summary["evaluations"]["set"]["m/counting"]["after"] == benchmark.last.estimate("m", "counting").mean
+    assert summary["seconds"]["evaluation"] == pytest.approx(held_out.seconds + benchmark.seconds)
+    printed = capsys.readouterr().out
+    assert f"set m{'':<19}{evaluated['before']:.3f} +- " in printed
+    assert f"  reward{'':<16}{expected['first']:.3f}{'':<15}{expected['last']:.3f}" in printed
+
+
+def test_an_evaluation_that_took_place_once_has_no_change(make_trainer, make_data, tmp_path):
+    data = make_data()
+    once = PromptSetEvaluation(
+        name="set", prompts=data.files["test"], rewards={"m": MeanPixel()}, main="m", images_per_prompt=1, after=False
+    )
+    summary, _ = run(make_trainer, data, tmp_path, once)
+    row = summary["evaluations"]["set"]["m"]
+    assert row["before"] is row["difference"] is None and row["after"] == once.first.estimate("m").mean
+
+
+def test_training_rewards_of_a_resumed_run_are_of_the_whole(make_trainer, make_data, tmp_path):
+    first, trainer = run(make_trainer, make_data(iterations=2), tmp_path)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    whole, _ = run(make_trainer, make_data(iterations=4), tmp_path, ckpt_path=tmp_path / "x.ckpt")
+    assert whole["training_rewards"]["reward"]["iterations"] == 2
+    both = [first["training_rewards"]["reward"][end] for end in ("first", "last")]
+    assert whole["training_rewards"]["reward"]["first"] == pytest.approx(sum(both) / 2)
+
+
+def test_tensorboard_has_one_chart_of_every_reward(make_trainer, make_data, tmp_path):
+    """The chart's patterns pick the rewards among what was logged, without their errors and spreads."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    data = make_data()
+    callbacks = (
+        HeldOutEvaluation({"m": MeanPixel()}, "m", every=1),
+        PromptSetEvaluation(
+            name="set", prompts=data.files["test"], rewards={"m": MeanPixel()}, main="m", images_per_prompt=1
+        ),
+    )
+    loggers = [TensorBoardLogger(tmp_path, name="", version="run")]
+    trainer = make_trainer(RewardScoring({"mean": MeanPixel()}), *callbacks, Summary(), logger=loggers)
+    trainer.fit(make_module(), datamodule=data)
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    _, patterns = CHARTS["reward"]["training, held out, evaluated"]
+    shown = {tag for tag in tags if any(re.match(pattern, tag) for pattern in patterns)}
+    assert shown == {"reward", "reward/mean", "held_out/m", "val/m", "eval/set"}
+    assert b"training, held out, evaluated" in events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]

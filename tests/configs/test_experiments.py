@@ -121,7 +121,8 @@ def colour(images):
 
 @every_experiment
 def test_it_trains_the_same_way_under_every_schedule(file, tiny_weights, tmp_path):
-    """Two iterations of each, from the same start on the same noise."""
+    """Two iterations of each, from the same start on the same noise: Retain's are Native's, and Reweight's differ by the
+    precision's rounding, since its trained steps run sample by sample."""
     parser, config = read_config(file)
     policy, loop = small(file)
     node = config.model.init_args.policy.init_args
@@ -142,11 +143,11 @@ def test_it_trains_the_same_way_under_every_schedule(file, tiny_weights, tmp_pat
         )
         moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, start[name])}
         assert moved and moved <= {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for story in stories.values():
-        for ours, natives in zip(story, stories[Native], strict=True):
-            assert ours["grad_norm"] > 0
-            for name in ("reward", "grad_norm"):
-                assert ours[name] == pytest.approx(natives[name], rel=0.05), name
+    for native, retain, reweight in zip(*(stories[kind] for kind in (Native, Retain, Reweight)), strict=True):
+        assert native["grad_norm"] > 0
+        for name in ("reward", "grad_norm"):
+            assert retain[name] == native[name], name
+            assert reweight[name] == pytest.approx(native[name], rel=0.05), name
 
 
 @pytest.mark.parametrize("file", [pytest.param(f, marks=() if first(f) else SLOW) for f in EXPERIMENTS], ids=name)

@@ -38,7 +38,7 @@ from callbacks.estimates import Evaluation, Measure, Tally
 from callbacks.grid_image import to_pictures
 from callbacks.held_out import undisturbed
 from callbacks.progress import say
-from callbacks.publish import publish
+from callbacks.publish import log_same_on_all, publish
 from callbacks.ranking_image import draw_ranking
 from callbacks.results import FILE, FORMAT, Result, digest, file_sha256, metrics_of, result_folder, writing
 from callbacks.run_folder import run_folder, write_json
@@ -238,7 +238,7 @@ class Benchmark(Callback, ABC):
             return
         self._ran = True
         evaluation = self._measure(trainer, pl_module)
-        pl_module.log_dict(self._scalars(evaluation), batch_size=1)
+        log_same_on_all(pl_module, self._scalars(evaluation))
 
     def _evaluate(self, trainer: Trainer, pl_module: LeanGRPO) -> Evaluation:
         start = time.perf_counter()

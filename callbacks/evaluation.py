@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from callbacks.estimates import Evaluation, Tally
 from callbacks.held_out import draw_samples, held_out_batches, undisturbed, validation_batches
 from callbacks.progress import say
-from callbacks.publish import publish
+from callbacks.publish import log_same_on_all, publish
 from callbacks.scoring import check_rewards, score
 from datamodules.eval_batch import EvalBatch
 from lightning_modules.lean_grpo import LeanGRPO
@@ -128,7 +128,7 @@ class HeldOutEvaluation(Callback):
             fitting = trainer.state.fn == TrainerFn.FITTING
             if fitting:
                 publish(trainer, pl_module, evaluation.scalars(name))
-            pl_module.log_dict(evaluation.scalars(name), logger=not fitting, batch_size=1)
+            log_same_on_all(pl_module, evaluation.scalars(name), logger=not fitting)
         self._begin()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LeanGRPO) -> None:

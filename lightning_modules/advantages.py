@@ -206,7 +206,8 @@ class GroupAdvantage:
         rewards = Rewards.of(rewards)
         groups = list(self._groups(rewards, prompt))
         factor = self._batch_factor(groups) if self.combine == "gdpo" and not self.deferred else 1.0
-        table = rewards.values.new_full((int(prompt.max()) + 1, int(generation.max()) + 1), torch.nan)
+        size = [int(ids.max()) + 1 if len(ids) else 0 for ids in (prompt, generation)]
+        table = rewards.values.new_full(size, torch.nan)
         forms, clipped = {}, False
         for group in groups:
             values = group.values * factor

@@ -78,6 +78,18 @@ class Iteration:
         prompts = set(chunk.closed).union(*(self.layout.prompts_of(part) for part, _ in done))
         return [rollout for _, rollout in done], sorted(prompts)
 
+    def latest(self, chunk: Chunk) -> list[Rollout]:
+        """The rollouts of a chunk, not handed out before, whether their groups are complete or not."""
+        done = [rollout for part, rollout in self._pending if part.stop <= chunk.stop]
+        self._pending = [(part, rollout) for part, rollout in self._pending if part.stop > chunk.stop]
+        return done
+
+    def rewards(self, estimator: GroupAdvantage, prompts: Sequence[int]) -> tuple[Rows, Tensor]:
+        """What is known so far of these prompts, from all ranks, in order: ids, and ``[n, K]`` what the advantage is affine
+        in (NaN = dropped)."""
+        known = torch.isin(self._all.rows.prompt, torch.tensor(prompts, dtype=torch.int64))
+        return self._all.rows[known], estimator.columns(self._all.rewards[known])
+
     def advantages(self, estimator: GroupAdvantage, prompts: Sequence[int] | None = None) -> Advantages:
         """Of the groups of these prompts, or of all the iteration's."""
         rows, rewards = self._all.rows, self._all.rewards

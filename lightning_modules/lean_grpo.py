@@ -188,7 +188,9 @@ class LeanGRPO(LightningModule):
         try:
             self.schedule.begin(len(batch) * self.generations_per_prompt * self.trained_steps)
             for chunk in self._scored_chunks(iteration):
-                if not self._holds_iteration:
+                if self.schedule.wants_every_round:
+                    self._fold(iteration, chunk)
+                elif not self._holds_iteration:
                     rollouts, prompts = iteration.ready(chunk)
                     self._form_gradient(iteration, rollouts, iteration.advantages(self.advantage, prompts))
             if self._holds_iteration:
@@ -237,7 +239,7 @@ class LeanGRPO(LightningModule):
     def _scored_chunks(self, iteration: Iteration) -> Iterator[Chunk]:
         """Roll out chunk after chunk; each is yielded once it is scored on all ranks. Where scorers work in the background,
         the next one is rolled out meanwhile, unless the schedule wants rewards early."""
-        chunks = iteration.layout.chunks(self.groups_in_flight, self.micro_batch)
+        chunks = iteration.layout.chunks(self.groups_in_flight, self.micro_batch, self.schedule.wants_every_round)
         ahead = 0 if self.schedule.wants_rewards_early else min(self.chunks_ahead, len(chunks))
         waiting: deque[list[Callable[[], Scored]]] = deque()
         for position in range(len(chunks) + ahead):
@@ -305,6 +307,14 @@ class LeanGRPO(LightningModule):
         callbacks = [] if self._trainer is None else self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         announced = [callback.reward_weights for callback in callbacks if hasattr(callback, "reward_weights")]
         return tuple(w for weights in announced for w in weights.values() if w) if announced else None
+
+    def _fold(self, iteration: Iteration, chunk: Chunk) -> None:
+        """Form what one round adds to the gradient: of groups that it completes at once, of open ones as far as can be."""
+        rollouts, closed = iteration.latest(chunk), () if self._holds_iteration else chunk.closed
+        still_open = sorted(set.union(*map(iteration.layout.prompts_of, chunk.rounds)).difference(closed))
+        with iteration.clock("update"):
+            self.schedule.fold(rollouts, *iteration.rewards(self.advantage, still_open))
+        self._form_gradient(iteration, rollouts, iteration.advantages(self.advantage, closed))
 
     def _form_gradient(self, iteration: Iteration, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
         with iteration.clock("update"):
@@ -603,6 +613,7 @@ class LeanGRPO(LightningModule):
                     batch.prompts,
                 ),
                 "seed": (self.seed, self.eval_seed),
+                "the frozen weights (pretrained ones, before training)": self._frozen_weights,
                 "the sigma grid": self.sigma_grid.tolist(),
                 "the learning rate": [group["lr"] for group in self.optimizers().param_groups],  # type: ignore[union-attr]
             }

@@ -25,6 +25,9 @@ class Brightness(Reward):
             raise ValueError(f"target {target!r}: expected a mean colour, three numbers in [0, 1]")
         self.target = torch.tensor(tuple(target), dtype=torch.float64)
 
+    def identity(self) -> dict[str, Any]:
+        return super().identity() | {"target": self.target.tolist()}
+
     def score(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
         """``images [N, 3, H, W]`` or ``[N, 3, F, H, W]``, float in [0, 1] -> scores [N] float64, on the CPU."""
         mean = images.flatten(2).double().mean(-1).cpu()

@@ -49,6 +49,9 @@ class ShapesReward(Reward):
             raise ValueError(f"mode {mode!r}: choose one of {get_args(Mode)}")
         self.mode: Mode = mode
 
+    def identity(self) -> dict[str, Any]:
+        return super().identity() | {"mode": self.mode}
+
     def score(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
         """``images [N, 3, H, H]`` float in [0, 1], GenEval metadata [N] -> scores [N] float64."""
         seg = segment(images)

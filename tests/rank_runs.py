@@ -19,6 +19,7 @@ from lightning_modules.schedules.base import Schedule
 from lightning_modules.schedules.native import Native
 from lightning_modules.schedules.retain import Retain
 from lightning_modules.schedules.reweight import Reweight
+from lightning_modules.schedules.reweight_sharded import ReweightSharded
 from lightning_modules.strategies import FSDP2Strategy
 from tests import tiny_models
 from tests.loop import fit, module
@@ -28,6 +29,7 @@ SCHEDULES: dict[str, Any] = {
     "retain": Retain,
     "per_sample": lambda: Reweight("per_sample"),
     "streaming": lambda: Reweight("streaming"),
+    "sharded": ReweightSharded,
 }
 STRATEGIES: dict[str, Any] = {
     "single": lambda: "auto",

@@ -104,7 +104,7 @@ class Pool:
         return replies
 
     def _stack(self, rank: int) -> str:
-        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        os.kill(self._processes[rank].pid, signal.SIGUSR2)
         time.sleep(0.5)
         return (Path(self._stacks.name) / str(rank)).read_text()
 
@@ -132,7 +132,7 @@ def _work(pipe: Any, rank: int, ranks: int, port: int, stacks: str) -> None:
 
     stay_on_this_machine(pytest.MonkeyPatch())
     with open(Path(stacks) / str(rank), "w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK="0",
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="tests", OMP_NUM_THREADS="1",

@@ -194,6 +194,51 @@ def test_every_option_on_many_ranks(schedule, strategy, option):
     check(option_case(schedule, strategy, option))
 
 
+ONE_BY_ONE = {"micro_batch": 1}
+"""So that a group's sums go over several rounds."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "policy", "prompts", "generations", "options"),
+    [
+        ("single", 1, "lora", 2, 4, {}),
+        ("ddp", 2, "full", 2, 3, {}),
+        ("fsdp2", 2, "full", 2, 8, {}),
+        ("fsdp2", 2, "lora", 3, 3, {"layout": "per_rank"}),  # several groups are open, one on each rank
+        ("hybrid", 4, "full", 1, 8, {}),
+        ("fsdp2", 4, "lora", 3, 3, {}),  # rounds that complete a group and open the next
+        ("fsdp2", 2, "full", 2, 4, {"beta": 0.2, "advantage": GroupAdvantage(std="global", clip=None)}),
+        ("fsdp2", 2, "full", 2, 4, {"beta": 0.2, "groups_in_flight": 2, "micro_batch": 3}),
+    ],
+)
+def test_sums_held_as_shards(strategy, ranks, policy, prompts, generations, options):
+    """The reference is Native's gradient: alone, the sums are another way too."""
+    case = Case(
+        schedule="sharded", strategy=strategy, ranks=ranks, policy=policy, prompts=prompts, generations=generations,
+        options=ONE_BY_ONE | options,
+    )  # fmt: skip
+    native = single(replace(case, schedule="native"))
+    for result in [run(case)] if ranks == 1 else check(case):
+        assert distance(result["gradients"][0], native["gradients"][0]) < BOUND
+
+
+@pytest.mark.parametrize("uneven", UNEVEN)
+def test_sums_held_as_shards_where_work_is_missing(uneven):
+    check(replace(uneven_case("sharded", "fsdp2", uneven), options=ONE_BY_ONE))
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "reductions"),
+    [(1, 2 * (2 * 3 + 1)), (2, 2 * (2 * 1 + 1)), (None, 2 * 1)],  # groups x (2 per round, 1 in the last)
+)
+def test_sums_held_as_shards_are_reduced_every_round(micro_batch, reductions):
+    case = Case(
+        schedule="sharded", strategy="fsdp2", ranks=2, policy="shapes", generations=8, options={"micro_batch": micro_batch}
+    )
+    for result in check(case):
+        assert result["traffic"][:2] == (reductions, reductions)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_no_further_from_float64_than_twice_native(schedule, strategy):
@@ -340,6 +385,27 @@ def test_reweight_refuses_to_reduce_every_step():
 # everything: minutes
 
 BOTH = ("ddp", "fsdp2")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["shared", "per_rank"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("policy", ["lora", "full"])
+@pytest.mark.parametrize("strategy", [*BOTH, "hybrid"])
+def test_any_sums_held_as_shards(strategy, policy, ranks, layout):
+    for prompts, generations, micro_batch in itertools.product((1, 2, 3), (2, 3, 4, 8), (1, 2)):
+        check(
+            Case(
+                schedule="sharded",
+                strategy=strategy,
+                ranks=ranks,
+                policy=policy,
+                prompts=prompts,
+                generations=generations,
+                options={"layout": layout, "micro_batch": micro_batch},
+            )
+        )
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ once), and idles at most ``R - 1`` slots per iteration everywhere else; a rank m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -105,13 +106,16 @@ class Layout:
             return -(-(prompt + 1) * self.generations // self.ranks)
         return (prompt // self.ranks + 1) * self.generations
 
-    def chunks(self, groups_in_flight: int = 1, micro_batch: int | None = None) -> list[Chunk]:
+    def chunks(
+        self, groups_in_flight: int = 1, micro_batch: int | None = None, every_round: bool = False
+    ) -> list[Chunk]:
         """The iteration's course.
 
         Args:
             groups_in_flight: how many times groups become complete before a chunk ends (where one wave completes
                 several, they count once). On one rank: groups rolled out together before their backward.
             micro_batch: waves of a round, at most; ``None``: all that a chunk has.
+            every_round: end a chunk after every round, whether it completes a group or not.
         """
         closings: dict[int, list[int]] = {}
         for prompt in range(self.prompts):
@@ -123,7 +127,13 @@ class Layout:
             closed = tuple(prompt for stop in part for prompt in closings[stop])
             chunks.append(Chunk(rounds=tuple(self._rounds(start, part[-1], micro_batch)), stop=part[-1], closed=closed))
             start = part[-1]
-        return chunks
+        return [one for chunk in chunks for one in self._apart(chunk)] if every_round else chunks
+
+    def _apart(self, chunk: Chunk) -> Iterator[Chunk]:
+        """A chunk for each of its rounds."""
+        for part in chunk.rounds:
+            closed = tuple(prompt for prompt in chunk.closed if part.start < self.closing(prompt) <= part.stop)
+            yield Chunk(rounds=(part,), stop=part.stop, closed=closed)
 
     def _rounds(self, start: int, stop: int, micro_batch: int | None) -> list[Round]:
         """Rounds of the waves of one chunk. A last wave that begins the next group is a round of its own: the others

@@ -9,8 +9,9 @@ A schedule of another kind joins by registering what it holds: ``@held.register`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, singledispatch
+from math import ceil
 
 from lightning_modules.advantages import GroupAdvantage
 from lightning_modules.parallel.layout import Kind, Layout
@@ -18,6 +19,7 @@ from lightning_modules.schedules.base import Schedule
 from lightning_modules.schedules.native import Native
 from lightning_modules.schedules.retain import Retain
 from lightning_modules.schedules.reweight import Reweight
+from lightning_modules.schedules.reweight_sharded import ReweightSharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class Work:
     """bytes of one gradient in the parameters' dtype."""
     wide: int
     """bytes of one gradient in at least fp32."""
+    shards: int = 1
+    """S, processes that share the weights and what is added up of their gradients (FSDP2)."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -138,6 +142,22 @@ def _reweight(schedule: Reweight, work: Work) -> Held:
             _streaming(work) if streaming else _per_sample(work),
             work.wide + (work.narrow if work.narrow < work.wide else 0),  # the total and its cast into .grad
         ),
+    )
+
+
+@held.register
+def _reweight_sharded(schedule: ReweightSharded, work: Work) -> Held:
+    """One gradient per row of a round, and the one they are scaled into; as shards, the total and the sums of the groups
+    that stay open after a round."""
+    open_groups = 1 if work.kind == "shared" else min(work.ranks, work.prompts)
+    if work.advantage.needs_iteration:
+        open_groups = work.prompts
+    elif work.call >= work.group:
+        open_groups = 0
+    sums = open_groups * (1 + work.advantage.terms(work.reward_weights))
+    return replace(
+        _reweight(schedule, work),
+        gradient_bytes=work.call * work.narrow + work.wide + _kl(work) + ceil((sums + 1) * work.wide / work.shards),
     )
 
 

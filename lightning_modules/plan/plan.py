@@ -213,6 +213,7 @@ def plan(
         beta=beta,
         narrow=_nbytes(trained),
         wide=sum(p.numel() * max(p.element_size(), 4) for p in trained),
+        shards=shards,
     )
     holds, whole = held(schedule, work), held(schedule, replace(work, ranks=1))
     step = int(window.candidates(process.num_steps).nonzero()[0])

@@ -9,8 +9,8 @@ rollout the policy has not moved, the ratio is 1, and the policy term's gradient
 The shell's side of the contract, per iteration::
 
     begin(normaliser)
-    for each chunk of groups:   rollout(request) per micro-batch [, absorb(rollout, rewards)], then backward(rollouts, advantages),
-                                then close()
+    for each chunk of groups:   rollout(request) per micro-batch [, absorb(rollout, rewards)] [, fold(rollouts, rows, rewards)],
+                                then backward(rollouts, advantages), then close()
     finish(scale)               the gradient is in the parameters' .grad
     release()                   always, also after an exception
 
@@ -36,7 +36,7 @@ from lightning_modules.advantages import Advantages, GroupAdvantage
 from lightning_modules.flow.denoise import ReverseProcess, Velocity, draw
 from lightning_modules.parallel.gradients import Gradient, LocalGradients
 from lightning_modules.telemetry import Tally
-from lightning_modules.types import Conditioning, Request, Rollout, Step
+from lightning_modules.types import Conditioning, Request, Rollout, Rows, Step
 
 Sync = Literal["per_step", "per_group", "per_update"]
 """When the ranks' gradients are added up: after each trained step of each micro-batch (what a loop of backward calls
@@ -86,6 +86,9 @@ class Schedule(ABC):
     wants_rewards_early = False
     """Whether :meth:`absorb` must be given each micro-batch's rewards right after its rollout."""
 
+    wants_every_round = False
+    """Whether :meth:`fold` must be called after every round, as soon as all ranks know its rewards."""
+
     def bind(self, context: Context) -> None:
         """Take the run's context. Errors: ``ValueError`` where this schedule would not be exact, with the remedy."""
         if context.beta > 0 and context.reference is None:
@@ -119,6 +122,11 @@ class Schedule(ABC):
         """``rewards [N]`` or ``[N, K]`` float64 (NaN = dropped) of a rollout, before its group is complete: what the advantage
         is affine in."""
         assert not self.wants_rewards_early, f"{type(self).__name__} wants rewards early but does not take them"
+
+    def fold(self, rollouts: Sequence[Rollout], rows: Rows, rewards: Tensor) -> None:
+        """Let go of what these rollouts of one round hold for groups that stay open after it. ``rows``, ``rewards [n, K]``
+        float64 (NaN = dropped): of those groups, as far as they are known, the same on all ranks."""
+        assert not self.wants_every_round, f"{type(self).__name__} wants every round but does not take it"
 
     @abstractmethod
     def backward(self, rollouts: Sequence[Rollout], advantages: Advantages) -> None:

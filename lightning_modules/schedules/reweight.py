@@ -135,25 +135,29 @@ class Reweight(Schedule):
             gradient, rollout.unit_gradients[k] = rollout.unit_gradients[k], self.context.gradients.buffer()
             if any(map(math.isnan, scores)):  # dropped
                 continue
-            if prompt not in self._open:
-                buffer = self.context.gradients.buffer
-                self._open[prompt] = OpenGroup(first=scores, s0=buffer(), s1=[buffer() for _ in scores])
-            group = self._open[prompt]
+            group = self._group(prompt, scores)
             group.s0.add_(gradient)
             for score, first, s1 in zip(scores, group.first, group.s1, strict=True):
                 if score != first:
                     s1.add_(gradient, score - first)
 
+    def _group(self, prompt: int, scores: list[float]) -> OpenGroup:
+        """The open group of a prompt; if there is none yet, one whose c are ``scores``."""
+        if prompt not in self._open:
+            buffer = self.context.gradients.buffer
+            self._open[prompt] = OpenGroup(first=scores, s0=buffer(), s1=[buffer() for _ in scores])
+        return self._open[prompt]
+
     def backward(self, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
         if self.streaming:
-            self._close_groups(advantages)
+            self._close_groups(advantages, self.total)
         else:
             self._scale_samples(rollouts, advantages)
         for rollout in rollouts:
             assert isinstance(rollout, ReweightRollout)
             rollout.unit_gradients.clear()
 
-    def _close_groups(self, advantages: Advantages) -> None:
+    def _close_groups(self, advantages: Advantages, into: Gradient) -> None:
         if advantages.clipped:
             raise ValueError(
                 f"an advantage was clipped at {self.context.advantage.clip}, which streaming cannot do: more or heavier "
@@ -166,9 +170,9 @@ class Reweight(Schedule):
             offset = 0.0
             for term, first, s1 in zip(terms, group.first, group.s1, strict=True):
                 scale = term.scale / self.normaliser
-                self.total.add_(s1, scale)
+                into.add_(s1, scale)
                 offset += scale * (term.mean - first)
-            self.total.add_(group.s0, -offset)
+            into.add_(group.s0, -offset)
 
     def _scale_samples(self, rollouts: Sequence[Rollout], advantages: Advantages) -> None:
         for rollout in rollouts:

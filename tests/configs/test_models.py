@@ -93,7 +93,10 @@ def test_random_weights_make_a_policy_that_runs():
 @pytest.mark.parametrize(("name", "shape"), [("wan21_14b", (16, 3, 88, 160)), ("wan22_ti2v_5b", (48, 3, 44, 80))])
 def test_a_models_vae_decides_its_latents(name, shape):
     options = {"height": 704, "width": 1280, "frames": 9, "trainable": "full"}
-    assert untrained(name, device="meta", smaller={"num_layers": 1}, options=options).latent_shape == shape
+    policy = untrained(name, device="meta", smaller={"num_layers": 1}, options=options)
+    assert policy.latent_shape == shape
+    config = policy.frozen.vae.config
+    assert len(config.latents_mean) == len(config.latents_std) == config.z_dim == shape[0]
 
 
 def test_every_model_has_a_vae_on_file(repository):

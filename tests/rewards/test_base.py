@@ -1,7 +1,12 @@
+import json
+
 import pytest
 import torch
 
 from rewards.base import Reward, check_images
+from rewards.brightness import Brightness
+from rewards.compressibility import Compressibility
+from rewards.shapes import ShapesReward
 
 
 class Constant(Reward):
@@ -59,3 +64,11 @@ def test_bad_images(images, message):
 @pytest.mark.parametrize("shape", [(2, 3, 4, 4), (2, 3, 5, 4, 4), (0, 3, 4, 4)])
 def test_good_images(shape):
     check_images(torch.rand(shape))
+
+
+def test_settings_that_change_scores_are_part_of_the_identity():
+    """Result files of different settings must not pass for comparable ones."""
+    rewards = [*(ShapesReward(mode) for mode in ("soft", "strict", "correct", "dense")), Brightness(), Brightness((0.1, 0.2, 0.3)),
+               Compressibility(), Compressibility(prefer="large"), Compressibility(quality=50)]  # fmt: skip
+    identities = [json.dumps(reward.identity()) for reward in rewards]
+    assert len(set(identities)) == len(rewards)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from lightning_modules.schedules.base import Schedule
 from lightning_modules.schedules.native import Native
 from lightning_modules.schedules.retain import Retain
 from lightning_modules.schedules.reweight import Reweight
+from lightning_modules.schedules.reweight_sharded import ReweightSharded
 from tests.harness import Update
 from tests.lightning_modules.several_rewards import SeveralRewards, table
+from tests.loop import fit, module
 from tests.tiny import TinyPolicy
 
 STEPS, TRAINED = 4, 3
@@ -159,6 +162,24 @@ def test_streaming_does_not_grow_with_the_generations():
     assert few == many
     _, apart = update(Reweight("per_sample"), generations=20, micro_batch=1)
     assert apart.gradient_bytes == 21 * WIDE
+
+
+@pytest.mark.parametrize(("micro_batch", "sums"), [(1, 2), (3, 2), (8, 0)])
+def test_sums_held_as_shards_are_shared_out(micro_batch, sums, monkeypatch, tmp_path):
+    policy, advantage = TinyPolicy(seed=1), GroupAdvantage(clip=None)
+    work = Work(
+        prompts=2, generations=8, groups_in_flight=1, micro_batch=micro_batch, num_steps=STEPS, trained_steps=TRAINED,
+        advantage=advantage, beta=0.0, narrow=WIDE, wide=WIDE,
+    )  # fmt: skip
+    expected = held(ReweightSharded(), work).gradient_bytes
+    assert expected - held(ReweightSharded(), replace(work, shards=4)).gradient_bytes == (1 + sums) * WIDE * 3 // 4
+    largest = LargestGradients(monkeypatch, list(policy.parameters()))
+    model = module(
+        ReweightSharded(), policy=policy, advantage=advantage, num_steps=STEPS, generations_per_prompt=8,
+        micro_batch=micro_batch,
+    )  # fmt: skip
+    fit(model, 1, root=tmp_path, prompts=["a red circle", "a blue ring"])
+    assert largest.bytes == pytest.approx(expected, rel=0.1)
 
 
 def test_an_unknown_schedule_is_named():

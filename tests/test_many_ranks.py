@@ -60,21 +60,26 @@ def check(case, bound=BOUND):
     return results
 
 
-@pytest.mark.parametrize("policy", ["lora", "full"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "strategy", "policy"),
+    [
+        ("native", "ddp", "lora"),
+        ("native", "fsdp2", "full"),
+        ("retain", "ddp", "full"),
+        ("retain", "fsdp2", "lora"),
+        ("per_sample", "ddp", "lora"),
+        ("per_sample", "fsdp2", "full"),
+        ("streaming", "ddp", "full"),
+        ("streaming", "fsdp2", "lora"),
+    ],
+)
 def test_two_ranks_give_the_gradient_of_one(schedule, strategy, policy):
     check(Case(schedule=schedule, strategy=strategy, ranks=2, policy=policy, generations=3))
 
 
 @pytest.mark.parametrize(
     ("schedule", "strategy", "policy"),
-    [
-        ("native", "fsdp2", "lora"),
-        ("retain", "ddp", "full"),
-        ("per_sample", "ddp", "lora"),
-        ("streaming", "fsdp2", "full"),
-    ],
+    [("retain", "ddp", "full"), ("streaming", "fsdp2", "lora")],
 )
 def test_two_ranks_with_prompts_of_their_own(schedule, strategy, policy):
     options = {"layout": "per_rank"}
@@ -85,15 +90,10 @@ def test_two_ranks_with_prompts_of_their_own(schedule, strategy, policy):
     ("schedule", "strategy", "prompts", "generations", "layout"),
     [
         ("native", "ddp", 1, 2, "shared"),  # fewer generations than ranks, idle ranks
-        ("retain", "fsdp2", 1, 2, "shared"),
         ("per_sample", "fsdp2", 3, 2, "shared"),
         ("streaming", "ddp", 3, 3, "shared"),  # waves that hold two groups
-        ("retain", "ddp", 3, 3, "shared"),
         ("native", "fsdp2", 3, 3, "shared"),
-        ("streaming", "fsdp2", 1, 8, "shared"),
-        ("per_sample", "ddp", 2, 8, "per_rank"),
         ("retain", "fsdp2", 3, 2, "per_rank"),  # ranks without a prompt
-        ("retain", "hybrid", 2, 4, "shared"),
         ("streaming", "hybrid", 1, 3, "shared"),
     ],
 )
@@ -123,9 +123,10 @@ UNEVEN = {
 KINDS = list(UNEVEN)
 MIXED = [
     *zip(SCHEDULES, ("ddp", "fsdp2", "ddp", "fsdp2"), KINDS, strict=True),
-    *zip(SCHEDULES, ("fsdp2", "ddp", "fsdp2", "ddp"), KINDS[2:] + KINDS[:2], strict=True),
+    ("native", "fsdp2", "a dropped sample"),
+    ("streaming", "fsdp2", "a dropped sample"),
 ]
-"""Each schedule under each strategy, each kind of unevenness under both."""
+"""Each schedule, each kind of unevenness, and what ranks that keep step must call all the same."""
 
 
 @pytest.mark.parametrize(("schedule", "strategy", "uneven"), MIXED)
@@ -139,7 +140,7 @@ def uneven_case(schedule, strategy, uneven):
 
 @pytest.mark.parametrize(
     ("schedule", "strategy"),
-    [("native", "fsdp2"), ("retain", "ddp"), ("retain", "fsdp2"), ("per_sample", "ddp"), ("streaming", "fsdp2")],
+    [("retain", "ddp"), ("retain", "fsdp2"), ("streaming", "fsdp2")],
 )
 def test_an_iteration_of_equal_rewards_moves_nothing(schedule, strategy):
     case = Case(schedule=schedule, strategy=strategy, ranks=2, policy="shapes", rewards=((0.5,) * 4,) * 2)
@@ -177,15 +178,10 @@ def option_case(schedule, strategy, option):
     [
         ("native", "fsdp2", "global"),
         ("retain", "fsdp2", "global_clip"),
-        ("per_sample", "ddp", "global_clip"),
         ("native", "ddp", "window_per_prompt"),
-        ("retain", "fsdp2", "window_per_prompt"),
         ("per_sample", "fsdp2", "window_per_sample"),
-        ("retain", "ddp", "window_per_sample"),
-        ("retain", "fsdp2", "kl"),
         ("per_sample", "fsdp2", "kl_global"),
         ("streaming", "ddp", "kl"),
-        ("native", "fsdp2", "micro"),
         ("streaming", "fsdp2", "micro"),
         ("retain", "fsdp2", "same_noise"),
     ],
@@ -202,11 +198,9 @@ ONE_BY_ONE = {"micro_batch": 1}
     ("strategy", "ranks", "policy", "prompts", "generations", "options"),
     [
         ("single", 1, "lora", 2, 4, {}),
-        ("ddp", 2, "full", 2, 3, {}),
-        ("fsdp2", 2, "full", 2, 8, {}),
+        ("ddp", 2, "full", 2, 3, {}),  # rounds that complete a group and open the next
         ("fsdp2", 2, "lora", 3, 3, {"layout": "per_rank"}),  # several groups are open, one on each rank
         ("hybrid", 4, "full", 1, 8, {}),
-        ("fsdp2", 4, "lora", 3, 3, {}),  # rounds that complete a group and open the next
         ("fsdp2", 2, "full", 2, 4, {"beta": 0.2, "advantage": GroupAdvantage(std="global", clip=None)}),
         ("fsdp2", 2, "full", 2, 4, {"beta": 0.2, "groups_in_flight": 2, "micro_batch": 3}),
     ],
@@ -222,14 +216,14 @@ def test_sums_held_as_shards(strategy, ranks, policy, prompts, generations, opti
         assert distance(result["gradients"][0], native["gradients"][0]) < BOUND
 
 
-@pytest.mark.parametrize("uneven", UNEVEN)
+@pytest.mark.parametrize("uneven", ["only one sample differs", "a dropped sample"])
 def test_sums_held_as_shards_where_work_is_missing(uneven):
     check(replace(uneven_case("sharded", "fsdp2", uneven), options=ONE_BY_ONE))
 
 
 @pytest.mark.parametrize(
     ("micro_batch", "reductions"),
-    [(1, 2 * (2 * 3 + 1)), (2, 2 * (2 * 1 + 1)), (None, 2 * 1)],  # groups x (2 per round, 1 in the last)
+    [(1, 2 * (2 * 3 + 1)), (None, 2 * 1)],  # groups x (2 per round, 1 in the last)
 )
 def test_sums_held_as_shards_are_reduced_every_round(micro_batch, reductions):
     case = Case(
@@ -239,8 +233,9 @@ def test_sums_held_as_shards_are_reduced_every_round(micro_batch, reductions):
         assert result["traffic"][:2] == (reductions, reductions)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("schedule", "strategy"), [("native", "fsdp2"), ("retain", "ddp"), ("per_sample", "fsdp2"), ("streaming", "fsdp2")]
+)
 def test_no_further_from_float64_than_twice_native(schedule, strategy):
     case = Case(schedule=schedule, strategy=strategy, ranks=2, policy="shapes", generations=3)
     update = Update(
@@ -277,11 +272,9 @@ def run_with_early_reduction(case):
 
 
 COUNTED = [
-    ("retain", "per_update", 2, 3, 4, None, 1),
     ("streaming", "per_update", 2, 3, 4, None, 1),
     ("native", "per_group", 2, 3, 4, None, 3),  # B, since M >= R
     ("retain", "per_group", 2, 3, 4, 1, 3),
-    ("per_sample", "per_group", 2, 3, 4, None, 3),
     ("streaming", "per_group", 4, 3, 2, None, 2),  # ceil(B / P), P = R / M = 2
     ("native", "per_step", 2, 2, 4, 1, 2 * 2 * 2),  # groups x rounds x |S|
     ("retain", "per_step", 2, 2, 4, None, 2 * 1 * 2),
@@ -290,7 +283,7 @@ COUNTED = [
 
 @pytest.mark.parametrize(
     ("strategy", "schedule", "sync", "ranks", "prompts", "generations", "micro_batch", "reductions"),
-    [*(("ddp", *row) for row in COUNTED), *(("fsdp2", *row) for row in COUNTED[1::2])],
+    [*(("ddp", *row) for row in COUNTED), *(("fsdp2", *row) for row in COUNTED[::2])],
 )
 def test_reductions_are_counted(strategy, schedule, sync, ranks, prompts, generations, micro_batch, reductions):
     case = Case(
@@ -329,7 +322,6 @@ def check_reduction_in_bfloat16(case):
 
 
 PRECISIONS = [
-    ("ddp", "lora", "bf16-true"),
     ("fsdp2", "lora", "bf16-true"),  # fp32 adapters on bf16 weights
     ("fsdp2_bf16", "full", "bf16-mixed"),  # fp32 shards, gathered in bf16
     ("fsdp2", "full", "bf16-true"),
@@ -345,7 +337,7 @@ def test_a_lower_precision_is_as_exact_as_it_can_be(strategy, policy, precision)
 
 @pytest.mark.parametrize(
     ("family", "policy", "ranks"),
-    [("flux", "lora", 2), ("wan21", "full", 2), ("wan22", "lora", 4), ("flux", "full", 4)],
+    [("flux", "lora", 2), ("wan21", "full", 2)],
 )
 def test_other_families(family, policy, ranks):
     check(family_case("fsdp2", family, policy, ranks))

@@ -172,8 +172,7 @@ def run_with(case, precision):
     return run(replace(case, trainer={"precision": precision}))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("policy", ["lora", "full"])
+@pytest.mark.parametrize(("policy", "precision"), [("lora", "bf16-mixed"), ("full", "bf16-true"), ("full", "32-true")])
 def test_every_precision_under_fsdp2(policy, precision):
     """As far from the same run in one process as the precision allows: bf16 has 8 bits, and rows are batched otherwise."""
     case = replace(SMALL, policy=policy, iterations=2)

@@ -240,8 +240,7 @@ def test_a_compiled_transformer_is_refused():
         pool(2).run(compiled)
 
 
-@pytest.mark.parametrize("schedule", ["retain", "streaming"])
-@pytest.mark.parametrize("policy", ["lora", "full"])
+@pytest.mark.parametrize(("policy", "schedule"), [("lora", "streaming"), ("full", "retain")])
 def test_many_forwards_before_a_backward_with_activation_checkpointing(policy, schedule):
     """Nested units that are resharded while another forward's recomputation still needs them
     (github.com/pytorch/pytorch/issues/153354)."""

@@ -2,7 +2,9 @@
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # also in what tests start: threads that wait for each other crawl on a busy machine
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # also in what tests start: threads that wait for each other crawl on a busy machine
+)
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 

@@ -227,7 +227,12 @@ def test_sums_held_as_shards_where_work_is_missing(uneven):
 )
 def test_sums_held_as_shards_are_reduced_every_round(micro_batch, reductions):
     case = Case(
-        schedule="sharded", strategy="fsdp2", ranks=2, policy="shapes", generations=8, options={"micro_batch": micro_batch}
+        schedule="sharded",
+        strategy="fsdp2",
+        ranks=2,
+        policy="shapes",
+        generations=8,
+        options={"micro_batch": micro_batch},
     )
     for result in check(case):
         assert result["traffic"][:2] == (reductions, reductions)

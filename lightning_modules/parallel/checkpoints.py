@@ -63,7 +63,7 @@ def gathered(tree: Any, keep: bool) -> Any:
 
 def write_shards(tree: Any, folder: Path, first: bool) -> None:
     """Write ``tree`` to the existing ``folder``, all ranks together. ``first``: whether this rank writes ``tree.pt``; it
-    does so last, and looks whether everything is there. Errors: whatever the writing raises, on every rank if it is of
+    does so last, looks whether everything is there, and waits until the disk has it. Errors: whatever the writing raises, on every rank if it is of
     shards."""
     shards: dict[str, Tensor] = {}
 
@@ -78,9 +78,18 @@ def write_shards(tree: Any, folder: Path, first: bool) -> None:
     if first:
         with open(folder / TREE, "wb") as file:
             torch.save(rest, file)
-            file.flush()
-            os.fsync(file.fileno())
         _stored(folder, rest)
+        for path in (*folder.iterdir(), folder):
+            _to_disk(path)
+
+
+def _to_disk(path: Path) -> None:
+    """Whichever rank has written it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_shards(folder: Path, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Any:

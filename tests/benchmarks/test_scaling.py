@@ -10,9 +10,7 @@ from benchmarks.processes import on_ranks
 from benchmarks.scaling import ROWS, Work, main, measure
 from tests.ranks import pool
 
-WORK = Work(
-    model="sd35_medium", trainable="lora", strategy="fsdp2", generations=2, num_steps=3, turns=1, iterations=1
-)
+WORK = Work(model="sd35_medium", trainable="lora", strategy="fsdp2", generations=2, num_steps=3, turns=1, iterations=1)
 
 
 def test_the_five_rows_on_two_processes():

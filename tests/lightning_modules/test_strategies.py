@@ -66,12 +66,18 @@ class Mine(DDPStrategy):
     [
         (made(FSDPStrategy), r"FSDPStrategy \(FSDP1\) cannot do a manual backward.*; use ddp, or fsdp2"),
         (made(DeepSpeedStrategy), "DeepSpeedStrategy owns backward and optimizer step.*; use ddp, or fsdp2"),
-        (ModelParallelStrategy(), "ModelParallelStrategy writes frozen weights into every checkpoint.*; use ddp, or fsdp2"),
+        (
+            ModelParallelStrategy(),
+            "ModelParallelStrategy writes frozen weights into every checkpoint.*; use ddp, or fsdp2",
+        ),
         (Unknown(), "strategy Unknown is not proven.*; use ddp, or fsdp2"),
         (Mine(), "strategy Mine is not proven.*; use ddp, or fsdp2"),
         (DDPStrategy(start_method="spawn"), "ddp started by 'spawn' is not proven; use ddp, or fsdp2"),
         (DDPStrategy(start_method="fork"), "ddp started by 'fork' is not proven; use ddp, or fsdp2"),
-        (DDPStrategy(ddp_comm_hook=lambda state, bucket: bucket), "ddp_comm_hook is never called.*reduce_dtype: bfloat16"),
+        (
+            DDPStrategy(ddp_comm_hook=lambda state, bucket: bucket),
+            "ddp_comm_hook is never called.*reduce_dtype: bfloat16",
+        ),
         (DDPStrategy(model_averaging_period=4), "model_averaging_period lets ranks train apart.*remove it"),
         (DDPStrategy(static_graph=True), "static_graph: DDP then reduces gradients itself.*remove it"),
     ],
@@ -106,12 +112,16 @@ def test_unusable_arguments(arguments, message):
 
 
 def test_half_precision_weights_want_half_precision_activations(tmp_path):
-    with pytest.raises(ValueError, match="param_dtype: bfloat16 under precision 32-true: set trainer.precision: bf16-mixed"):
+    with pytest.raises(
+        ValueError, match="param_dtype: bfloat16 under precision 32-true: set trainer.precision: bf16-mixed"
+    ):
         fit(module(), 1, root=tmp_path, strategy=FSDP2Strategy(param_dtype="bfloat16"))
 
 
 def test_its_names_make_it():
-    sharded, hybrid = (Trainer(accelerator="cpu", strategy=name, logger=False).strategy for name in ("fsdp2", "fsdp2_hybrid"))
+    sharded, hybrid = (
+        Trainer(accelerator="cpu", strategy=name, logger=False).strategy for name in ("fsdp2", "fsdp2_hybrid")
+    )
     assert type(sharded) is type(hybrid) is FSDP2Strategy
     assert (sharded.replicate, hybrid.replicate) == (1, "nodes")
 
@@ -158,7 +168,12 @@ def test_ranks_of_a_node_are_neighbours():
     assert results[3][2] == {"num_replicas": 4, "rank": 3}
     for results in (pool(4).run(mesh, 2), pool(4).run(mesh, "nodes", 2)):
         assert [names for names, _, _ in results] == [("replicate", "shard")] * 4
-        assert [groups for _, groups, _ in results] == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
+        assert [groups for _, groups, _ in results] == [
+            [[0, 2], [0, 1]],
+            [[1, 3], [0, 1]],
+            [[0, 2], [2, 3]],
+            [[1, 3], [2, 3]],
+        ]
 
 
 def test_a_number_of_replicas_that_does_not_divide_the_ranks():
@@ -184,10 +199,14 @@ def check(case, option, precision="32-true", bound=5e-6):
     for result in pool(2).run(run_with, case.on(option, 2), precision):
         for ours, theirs in zip(result["gradients"], alone["gradients"], strict=True):
             assert ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item() < bound
-        assert result["metrics"][-1]["grad_norm"] == pytest.approx(alone["metrics"][-1]["grad_norm"], rel=max(bound, 1e-5))
+        assert result["metrics"][-1]["grad_norm"] == pytest.approx(
+            alone["metrics"][-1]["grad_norm"], rel=max(bound, 1e-5)
+        )
 
 
-@pytest.mark.parametrize("option", ["fsdp2 by name", "cpu_offload", "find_unused_parameters", "gradient_as_bucket_view"])
+@pytest.mark.parametrize(
+    "option", ["fsdp2 by name", "cpu_offload", "find_unused_parameters", "gradient_as_bucket_view"]
+)
 def test_an_option_that_changes_no_number(option):
     check(SMALL, option)
 
@@ -227,9 +246,9 @@ class ShardsNothing(LightningModule):
 
 
 def fit_one_that_shards_nothing(root):
-    Trainer(accelerator="cpu", devices=2, strategy=FSDP2Strategy(), logger=False, default_root_dir=root, max_epochs=1).fit(
-        ShardsNothing(), batches(1)
-    )
+    Trainer(
+        accelerator="cpu", devices=2, strategy=FSDP2Strategy(), logger=False, default_root_dir=root, max_epochs=1
+    ).fit(ShardsNothing(), batches(1))
 
 
 def test_a_module_that_shards_nothing_is_named(tmp_path):

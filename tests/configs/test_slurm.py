@@ -10,7 +10,8 @@ import pytest
 
 SRUN = """#!/bin/bash
 printf '%s\\n' "$@" > started
-trap 'exit 143' TERM
+trap 'exit 138' USR1  # handed on to the processes, which save and stop
+trap 'exit 137' TERM  # srun kills them
 [ -e finish_at_once ] && exit "$(cat finish_at_once)"
 for _ in $(seq 200); do sleep 0.05; done
 """
@@ -78,7 +79,7 @@ def test_the_newest_checkpoint_of_the_job_is_resumed(job, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_when_the_time_is_up_it_stops_and_is_requeued(number, job, tmp_path):
     status, _ = job(number=number)
-    assert status == 143
+    assert status == 138
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
 
 

@@ -80,8 +80,8 @@ class LeanGRPO(LightningModule):
         sync: when the ranks' gradients are added up: ``per_step``, ``per_group`` or ``per_update``.
         reduce_dtype: what gradients are added up in: ``float32`` (or wider, if they are), or ``bfloat16``: half the bytes.
         rank_timeout: seconds after which a rank that does not arrive stops the run.
-        check_ranks_every: every so many iterations, and at the start, the ranks compare what must be the same on all of
-            them; 0 = never.
+        check_ranks_every: every so many iterations, and at the start or a resume, the ranks compare what must be the same
+            on all of them; 0 = never.
         seed: key of all noise of the run.
 
     Errors: ``ValueError`` naming the argument and the remedy, here or when training starts.
@@ -569,6 +569,7 @@ class LeanGRPO(LightningModule):
                 self._reference.shard(strategy.shard)
 
     def on_fit_start(self) -> None:
+        self._ranks_compared = False
         if self._reference is not None:
             self._reference.like(self.policy)
         self._velocity = Lockstep(self.policy)
@@ -605,7 +606,8 @@ class LeanGRPO(LightningModule):
             self.manual_backward(loss, retain_graph=retain_graph)
 
     def _check_ranks(self, batch: PromptBatch) -> None:
-        if self.check_ranks_every and self.iteration % self.check_ranks_every == 0:
+        if self.check_ranks_every and (not self._ranks_compared or self.iteration % self.check_ranks_every == 0):
+            self._ranks_compared = True
             facts = {
                 "iteration": self.iteration,
                 "the batch of prompts (trainer.use_distributed_sampler: false for a DataLoader)": (

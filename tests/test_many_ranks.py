@@ -372,6 +372,24 @@ def test_training_goes_on_after_a_validation_in_inference_mode():
         assert distance(result["gradients"][0], single(case)["gradients"][0]) < BOUND
 
 
+def with_a_seed_of_its_own(case):
+    """A run that goes on after iteration 7, with the rank as its seed -> the error."""
+
+    class Differ(Callback):
+        def on_train_start(self, trainer, pl_module):
+            pl_module.iteration, pl_module.seed = 7, trainer.global_rank
+
+    try:
+        run(case, Differ())
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_are_compared_at_the_start_whatever_the_iteration():
+    for message in pool(2).run(with_a_seed_of_its_own, Case(strategy="ddp", ranks=2, policy="shapes")):
+        assert message.startswith("seed is not the same on all ranks: (0, 0) on rank 0, (1, 0) on rank(s) [1]")
+
+
 def test_reweight_refuses_to_reduce_every_step():
     with pytest.raises(Exception, match="per_step would add up gradients that Reweight has not corrected"):
         pool(2).run(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -37,12 +39,18 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout:
 
 
 def _first_result(pipe: Connection, workers: list[Any], timeout: float) -> Any:
-    try:
-        ready = wait([pipe, *(worker.sentinel for worker in workers)], timeout)
+    """Rank 0's result; processes that have done their part may end before it is sent."""
+    deadline, running = time.monotonic() + timeout, list(workers)
+    while ready := wait([pipe, *(worker.sentinel for worker in running)], max(0.0, deadline - time.monotonic())):
         if pipe in ready:
-            return pipe.recv()
-    except EOFError:  # rank 0 died
-        pass
+            with suppress(EOFError):  # rank 0 died
+                return pipe.recv()
+            break
+        for worker in workers:
+            worker.join(timeout=0)
+        if any(worker.exitcode for worker in workers):
+            break
+        running = [worker for worker in running if worker.exitcode is None]
     for worker in workers:
         worker.join(timeout=1)
     failed = [f"rank {rank} (exit code {w.exitcode})" for rank, w in enumerate(workers) if w.exitcode]

@@ -98,7 +98,8 @@ class Pool:
                 replies.append(pipe.recv())
             except (EOFError, ConnectionResetError):
                 self._processes[rank].join(timeout=2)
-                replies.append((False, f"died (exit code {self._processes[rank].exitcode})"))
+                last = self._written_stack(rank)  # of a crash, as an abort in gloo; not of a kill
+                replies.append((False, f"died (exit code {self._processes[rank].exitcode})" + f"\n{last}" * bool(last)))
             except TimeoutError:
                 replies.append((False, f"stuck; it was in\n{self._stack(rank)}"))
         return replies
@@ -106,6 +107,9 @@ class Pool:
     def _stack(self, rank: int) -> str:
         os.kill(self._processes[rank].pid, signal.SIGUSR2)
         time.sleep(0.5)
+        return self._written_stack(rank)
+
+    def _written_stack(self, rank: int) -> str:
         return (Path(self._stacks.name) / str(rank)).read_text()
 
     def close(self, patience: float = 2.0) -> None:
@@ -133,6 +137,7 @@ def _work(pipe: Any, rank: int, ranks: int, port: int, stacks: str) -> None:
     stay_on_this_machine(pytest.MonkeyPatch())
     with open(Path(stacks) / str(rank), "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+        faulthandler.enable(file)
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK="0",
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="tests", OMP_NUM_THREADS="1",

@@ -76,6 +76,16 @@ def test_a_process_that_dies_is_named():
         pool(2).run(die, 0)
 
 
+def crash(culprit):
+    if dist.get_rank() == culprit:
+        os.abort()
+
+
+def test_a_process_that_crashes_is_named_with_its_stack():
+    with pytest.raises(RankError, match=r"(?s)^rank 1:\ndied \(exit code -6\)\n.*Aborted.*in crash"):
+        pool(2).run(crash, 1)
+
+
 def hang(culprit):
     if dist.get_rank() == culprit:
         time.sleep(60)

@@ -72,7 +72,7 @@ def compare(baseline: Result, other: Result) -> list[Difference]:
 
 
 def _compare(name: str, measure: Measure, before: Evaluation, after: Evaluation) -> Difference:
-    paired = (before.prompts, before.tags, before.images) == (after.prompts, after.tags, after.images)
+    paired = after.paired(before)
     mine, theirs = before.measure(measure), after.measure(measure)
     return Difference(
         metric=name,

@@ -121,7 +121,7 @@ class Evaluation:
 
     def measured_change(self, before: Evaluation, what: Measure) -> Estimate:
         """Paired difference to another evaluation of the same set."""
-        assert self.comparable(before)
+        assert self.paired(before)
         return self._average(self.means[what.reward] - before.means[what.reward], what)
 
     @classmethod
@@ -136,10 +136,13 @@ class Evaluation:
             means={name: torch.stack([_mean(row["scores"][name]) for row in table]) for name in names},
         )
 
+    def paired(self, other: Evaluation) -> bool:
+        """Whether both are of the same prompts, with as many images of each."""
+        return (self.prompts, self.tags, self.images) == (other.prompts, other.tags, other.images)
+
     def comparable(self, other: Evaluation) -> bool:
-        """Whether both scored the same prompts, as many images of each, by the same rewards."""
-        mine, theirs = ((e.prompts, e.tags, e.images, sorted(e.means)) for e in (self, other))
-        return mine == theirs
+        """Whether both are :meth:`paired` and scored by rewards of the same names."""
+        return self.paired(other) and self.means.keys() == other.means.keys()
 
     def scalars(self, prefix: str) -> dict[str, float]:
         """For the log: ``<prefix>/<reward>``, its ``_stderr``, and ``<prefix>/<reward>/<tag>`` per category."""

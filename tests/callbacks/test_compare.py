@@ -89,6 +89,17 @@ def test_other_settings_are_refused_by_name_unless_allowed(setting, value):
         assert f"note: settings.{setting} " in report("xy", pair, [allow])
 
 
+def test_results_with_other_rewards_share_what_they_have_in_common():
+    more = result(BETTER)
+    for row in more["prompts"]:
+        row["scores"]["s"] = [1.0, 1.0]
+    for pair in ((result(), more), (more, result())):
+        overall, _ = compare(*pair)
+        assert overall.paired
+        assert abs(overall.change.mean) == pytest.approx(0.4 / 3)
+        assert overall.change.stderr == pytest.approx(0.1 / 3)
+
+
 def test_a_setting_that_only_one_has_is_a_difference():
     with pytest.raises(ValueError, match="sampler.negative_prompt: '.not there.' in A, 'ugly' in B"):
         check_comparable([result(), changed("sampler.negative_prompt", "ugly")])

@@ -37,6 +37,7 @@ from torch import Tensor
 from callbacks.estimates import Evaluation, Measure, Tally
 from callbacks.grid_image import to_pictures
 from callbacks.held_out import undisturbed
+from callbacks.lookup import every_callback
 from callbacks.progress import say
 from callbacks.publish import log_same_on_all, publish
 from callbacks.ranking_image import draw_ranking
@@ -62,7 +63,7 @@ class Benchmark(Callback, ABC):
     it after an EMA.
 
     Args:
-        name: of the folder and the metrics.
+        name: of the folder and the metrics; of several benchmarks in a run each has another.
         prompts: prompt file, ``.txt`` or ``.jsonl``; of a benchmark with prompts of its own also the folder that
             ``python -m datamodules.prepare`` wrote them to.
         images_per_prompt: at least 1.
@@ -103,7 +104,7 @@ class Benchmark(Callback, ABC):
         ):
             if value < least:
                 raise ValueError(f"{what}={value}: give an integer of at least {least}")
-        if not name or Path(name).name != name:
+        if not is_folder_name(name):
             raise ValueError(f"name={name!r}: it names a folder; give a word without slashes")
         self.name, self.prompts, self.images_per_prompt = name, prompts, images_per_prompt
         self.sampler, self.batch_size, self.seed = sampler, batch_size, seed
@@ -160,12 +161,19 @@ class Benchmark(Callback, ABC):
         """The metric that the benchmark is read by."""
         return next(iter(self.measures(evaluation).items()))
 
+    @property
+    def state_key(self) -> str:
+        """Under which a checkpoint keeps the state: several benchmarks of one class differ by name."""
+        return self._generate_state_key(name=self.name)
+
     # when
 
     def setup(self, trainer: Trainer, pl_module: LeanGRPO, stage: str) -> None:
         if stage == "predict" or (stage == "fit" and not (self.every or self.before or self.after)):
             return
         self._ran = False
+        if any(other.name == self.name and other is not self for other in every_callback(trainer, Benchmark)):
+            raise ValueError(f"two benchmarks are named {self.name!r} and would write to one folder: rename one")
         self._chosen = self.choose(self._load_prompts())
         pl_module.sampler(self.sampler)
         for scorer in self.scorers.values():
@@ -383,6 +391,11 @@ class Benchmark(Callback, ABC):
         return {name: result.mean for name, result in results.items()} | {
             f"{name}_stderr": result.stderr for name, result in results.items()
         }
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether ``name`` is one step down from a folder, and not up or away."""
+    return name not in ("", "..") and Path(name).name == name and "\0" not in name
 
 
 def by_category(evaluation: Evaluation, reward: str) -> Mapping[str, Measure]:

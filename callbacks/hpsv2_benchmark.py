@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callbacks.benchmark import Benchmark, Line, by_category
+from callbacks.benchmark import Benchmark, Line, by_category, is_folder_name
 from callbacks.estimates import Evaluation, Measure
 from callbacks.prompt_set_evaluation import scored_lines
 from callbacks.scoring import check_rewards, score
@@ -37,7 +37,7 @@ class HPSv2Benchmark(Benchmark):
             benchmark of its own, to be compared with itself.
         Others: see :class:`callbacks.benchmark.Benchmark`.
 
-    Errors: ``ValueError`` also if a prompt names no ``style``, if ``subset`` is not the same multiple of 10 of each style's
+    Errors: ``ValueError`` also if a prompt names no ``style`` (images lie in a folder of this name), if ``subset`` is not the same multiple of 10 of each style's
     prompts, and if the reward is scaled by 100 already.
     """
 
@@ -80,10 +80,10 @@ class HPSv2Benchmark(Benchmark):
         of_style: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             style = prompt.metadata.get(self.category)
-            if not isinstance(style, str) or not style:
+            if not isinstance(style, str) or not is_folder_name(style):
                 raise ValueError(
-                    f"prompt {prompt.text!r} of {self.prompts} names no style: make the file by "
-                    "`python -m datamodules.prepare hpdv2`"
+                    f"prompt {prompt.text!r} of {self.prompts} names no style that a folder can be called by ({style!r}): "
+                    "make the file by `python -m datamodules.prepare hpdv2`"
                 )
             of_style.setdefault(style, []).append(prompt)
         chosen = [prompt for style, some in of_style.items() for prompt in self._of_style(style, some, len(of_style))]

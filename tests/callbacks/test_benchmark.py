@@ -303,6 +303,30 @@ def test_a_resumed_run_keeps_its_first_numbers(make_trainer, make_data, make_set
     assert second.seconds > first.seconds
 
 
+def test_several_in_a_run_keep_their_own_numbers(make_trainer, make_data, make_set, tmp_path):
+    def some():
+        return [make_set(name=name, main=name, rewards={name: ByPrompt({}, score)}, before=True, after=True)
+                for name, score in (("one", 1.0), ("two", 2.0))]  # fmt: skip
+
+    trainer = make_trainer(RewardScoring(TRAINING), *some())
+    fit(trainer, make_data())
+    assert [result_of(tmp_path, 2, name)["metrics"][name]["mean"] for name in ("one", "two")] == [1.0, 2.0]
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    resumed = some()
+    fit(make_trainer(RewardScoring(TRAINING), *resumed), make_data(iterations=3), ckpt_path=tmp_path / "x.ckpt")
+    assert [(e.first.iteration, e.last.iteration) for e in resumed] == [(0, 3)] * 2
+    assert [list(e.first.means) for e in resumed] == [["one"], ["two"]]
+
+
+def test_two_of_one_name_would_share_a_folder(make_trainer, make_data, make_set):
+    class Another(PromptSetEvaluation):
+        pass
+
+    other = Another(name="set", prompts=make_set().prompts, rewards={"r": MeanPixel()}, main="r")
+    with pytest.raises(ValueError, match="two benchmarks are named 'set' and would write to one folder"):
+        fit(make_trainer(RewardScoring(TRAINING), make_set(after=True), other), make_data())
+
+
 def test_after_a_change_of_settings_there_is_no_change_to_report(make_trainer, make_data, make_set, tmp_path):
     trainer = make_trainer(RewardScoring(TRAINING), make_set(before=True, after=True))
     fit(trainer, make_data())
@@ -411,6 +435,7 @@ def test_results_of_a_run_can_be_compared(make_trainer, make_data, make_set, tmp
         ({"every": -1}, "every=-1"),
         ({"name": "a/b"}, "name='a/b'"),
         ({"name": ""}, "name=''"),
+        ({"name": ".."}, "name='..'"),
         ({"main": "x"}, "main='x' is none of"),
         ({"rewards": {}}, "rewards is empty"),
     ],

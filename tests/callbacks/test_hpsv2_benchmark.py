@@ -97,6 +97,9 @@ def test_the_real_sizes():
     ("prompts", "changes", "message"),
     [
         ([{"prompt": "a"}], {}, "prompt 'a' of .* names no style.*datamodules.prepare hpdv2"),
+        ([{"prompt": "a", "style": "../b"}], {}, r"names no style that a folder can be called by \('../b'\)"),
+        ([{"prompt": "a", "style": "/b"}], {}, "names no style"),
+        ([{"prompt": "a", "style": ".."}], {}, "names no style"),
         (rows({"anime": 19}), {}, "has 19 prompts of the style 'anime', which do not make 10 equal chunks"),
         (rows(), {"subset": 30}, "subset=30: the 2 styles .* give a multiple of 20, at most 40"),
         (rows(), {"subset": 60}, "subset=60: .*at most 40"),

@@ -37,7 +37,7 @@ class HPSv2Benchmark(Benchmark):
             benchmark of its own, to be compared with itself.
         Others: see :class:`callbacks.benchmark.Benchmark`.
 
-    Errors: ``ValueError`` also if a prompt names no ``style`` (images lie in a folder of this name), if ``subset`` is not the same multiple of 10 of each style's
+    Errors: ``ValueError`` also if a prompt names no ``style``, if ``subset`` is not the same multiple of 10 of each style's
     prompts, and if the reward is scaled by 100 already.
     """
 

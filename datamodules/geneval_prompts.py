@@ -86,7 +86,7 @@ def generate(
         mix: weights of the kinds.
         exclude: rows whose ``prompt``, or meaning if they have an ``include``, must not occur.
 
-    Errors: ``ValueError`` if ``count`` is below 1, or a kind has no prompt left.
+    Errors: ``ValueError`` if ``count`` is below 1, a kind has no prompt left, or an ``include`` is not of GenEval's form.
     """
     if count < 1:
         raise ValueError(f"count={count}: give at least 1")
@@ -112,7 +112,13 @@ def _keys(row: Mapping[str, Any]) -> set[Any]:
     """What two prompts have in common if they are the same: the words, or the meaning."""
     keys: set[Any] = {" ".join(row["prompt"].casefold().split())}
     if row.get("include"):
-        keys.add(meaning(row["include"]))
+        try:
+            keys.add(meaning(row["include"]))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"prompt {row['prompt']!r} is to be excluded, but its include {row['include']!r} is not of GenEval's form "
+                f"({type(error).__name__}: {error}): correct it, or leave `include` out to exclude the words alone"
+            ) from error
     return keys
 
 
@@ -203,9 +209,9 @@ def main(args: Sequence[str] | None = None) -> Path:
             raise ValueError(f"--to {options.to}: the prompts carry metadata, name a .jsonl file")
         banned = [prompt.metadata for file in options.exclude for prompt in load_prompts(file)]
         rows = generate(options.count, seed=options.seed, mix=mix, exclude=banned)
+        write_file(options.to, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
     except ValueError as error:
         parser.error(str(error))
-    write_file(options.to, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
     kinds = ", ".join(f"{kind} {number}" for kind, number in Counter(row["tag"] for row in rows).most_common())
     different = len({row["prompt"] for row in rows})
     print(

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datamodules.prompts import check_characters
 from datamodules.write_file import write_file
 
 STYLES = ("anime", "concept-art", "paintings", "photo")
@@ -104,6 +105,8 @@ def prepare(name: str, folder: str | Path, local: str | Path | None = None) -> P
     contents = {source.name: _obtain(source, name, local) for source in wanted.sources}
     digests = {source.name: _check(source, contents[source.name]) for source in wanted.sources}
     rows = wanted.read(contents)
+    for number, row in enumerate(rows, start=1):
+        check_characters(row["prompt"], f"{name}, prompt {number}")
     file = Path(folder) / wanted.output
     record = file.with_suffix(".source.json")
     _check_record(record, digests)
@@ -191,7 +194,7 @@ def _read_hpdv2(files: dict[str, bytes]) -> list[Row]:
     for style, (name, content) in zip(STYLES, files.items(), strict=True):
         try:
             prompts = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is truncated or altered: no JSON ({error}); get it again") from error
         if not isinstance(prompts, list) or not all(isinstance(p, str) and p.strip() for p in prompts):
             raise ValueError(f"{name} is altered: expected a list of prompts; get it again")
@@ -208,13 +211,13 @@ def _read_drawbench(files: dict[str, bytes]) -> list[Row]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{name} is truncated or altered: no CSV ({error}); get it again") from error
     header = [field.strip().lower() for field in table[0]] if table else []
-    if not {"prompts", "category"} <= set(header):
-        raise ValueError(f"{name} has the columns {header}: expected Prompts and Category; get it again")
+    if header.count("prompts") != 1 or header.count("category") != 1:
+        raise ValueError(f"{name} has the columns {header}: expected Prompts and Category once each; get it again")
     rows = []
     for fields in table[1:]:
         row = dict(zip(header, fields, strict=False))
         if any(fields):  # spreadsheets may end in empty lines
-            rows.append({"prompt": row["prompts"], "category": row.get("category", "")})
+            rows.append({"prompt": row.get("prompts", ""), "category": row.get("category", "")})
     blank = sum(not row["prompt"].strip() for row in rows)
     categories = {row["category"] for row in rows}
     if len(rows) != 200 or blank or categories != set(CATEGORIES):

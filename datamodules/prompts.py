@@ -86,7 +86,7 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
         raise ValueError(f"{where}: 'prompt' is {_shorten(repr(text))}; write it as a string")
     if not text.strip():
         raise ValueError(f"{where}: 'prompt' is blank; write a prompt or delete the line")
-    _check_characters(text, where)
+    check_characters(text, where)
     return Prompt(text=text, metadata=row)
 
 
@@ -100,8 +100,9 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def _check_characters(text: str, where: str) -> None:
-    """A NUL (often: a file saved as UTF-16) or half a surrogate pair would only fail later, inside a tokenizer."""
+def check_characters(text: str, where: str) -> None:
+    """A NUL (often: a file saved as UTF-16) or half a surrogate pair would only fail later, inside a tokenizer. Errors:
+    ``ValueError`` that begins with ``where``."""
     for character in text:
         if character == "\0" or "\ud800" <= character <= "\udfff":
             raise ValueError(f"{where}: the prompt holds U+{ord(character):04X}, which is no text; save as UTF-8 text")

@@ -141,6 +141,18 @@ def test_bad_weights(weights):
         Mix(**weights)
 
 
+@pytest.mark.parametrize(
+    "include",
+    [
+        "cat", 7, [7], [{"class": "cat"}], [{"class": ["cat"], "count": 1}, {"class": "dog", "count": 1}],
+        [{"class": "cat", "count": 1, "position": "left of"}], [{"class": "cat", "count": 1, "position": ["above", 7]}],
+    ],
+)  # fmt: skip
+def test_an_excluded_row_of_another_form_says_so(include):
+    with pytest.raises(ValueError, match="prompt 'a' is to be excluded, but its include .* is not of GenEval's form"):
+        generate(3, exclude=[{"prompt": "a", "include": include}])
+
+
 def test_bad_count():
     with pytest.raises(ValueError, match="count=0"):
         generate(0)
@@ -169,6 +181,7 @@ def test_the_command(tmp_path, capsys):
         (["--to", "a.jsonl", "--count", "0"], "count=0"),
         (["--to", "a.jsonl", "--exclude", "missing.jsonl"], "prompt file not found"),
         (["--to", "a.jsonl", "--mix.position", "-1"], "give each kind a weight"),
+        (["--to", "/dev/null/a.jsonl"], "cannot write /dev/null/a.jsonl"),
     ],
 )
 def test_unusable_arguments_exit_with_the_reason(args, complaint, capsys, tmp_path, monkeypatch):

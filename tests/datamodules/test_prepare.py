@@ -82,6 +82,7 @@ def test_hpdv2_keeps_styles_and_order(tmp_path):
         (["one prompt"] * 799 + [" "], "expected a list of prompts"),
         ([{"prompt": "a"}] * 800, "expected a list of prompts"),
         ({"prompts": []}, "expected a list of prompts"),
+        (["a\0b"] * 800, r"hpdv2, prompt 2401: the prompt holds U\+0000"),
     ],
 )
 def test_hpdv2_of_another_form_is_refused(tmp_path, content, complaint):
@@ -98,6 +99,10 @@ def test_a_truncated_json_and_a_missing_style_are_refused(tmp_path):
         prepare("hpdv2", tmp_path / "to", tmp_path)
     with pytest.raises(ValueError, match="is no folder: give one that holds anime.json, concept-art.json"):
         prepare("hpdv2", tmp_path / "to", tmp_path / "anime.json")
+    for content in (b"[" * 100_000, json.dumps(["\ud800"] * 800).encode()):
+        (tmp_path / "anime.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"anime.json is truncated or altered|prompt 1: the prompt holds U\+D800"):
+            prepare("hpdv2", tmp_path / "to", tmp_path)
     (tmp_path / "anime.json").unlink()
     with pytest.raises(
         ValueError, match=r"cannot read .*anime.json .*give a copy of https://huggingface.co/datasets/zhwang"
@@ -118,6 +123,8 @@ def test_drawbench_keeps_prompts_as_written(tmp_path):
     [
         (drawbench(199), "199 prompts"),
         (drawbench(200, categories=CATEGORIES[:10]), "in the categories"),
+        ("Category,Prompts\n" + "Colors\n" * 200, r"200 prompts \(200 blank\)"),
+        (drawbench(200, header=("Prompts", "Category", "Prompts")), "expected Prompts and Category once each"),
         (drawbench(200, header=("Prompts", "Kind")), r"has the columns \['prompts', 'kind'\]"),
         ("", r"has the columns \[\]"),
         (drawbench()[:-30], "truncated or altered"),  # inside a quoted field

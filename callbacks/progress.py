@@ -6,10 +6,10 @@ import sys
 import time
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_modules.lean_grpo import LeanGRPO
 from lightning_modules.types import PromptBatch

@@ -11,22 +11,22 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_modules.advantages import Advantages, GroupAdvantage
-from lightning_modules.flow.denoise import ReverseProcess, denoise
+from lightning_modules.drawing import DrawsImages
+from lightning_modules.flow.denoise import ReverseProcess
 from lightning_modules.flow.noise import KeyedNoise
 from lightning_modules.flow.sigmas import Sigmas
-from lightning_modules.flow.transitions import ODE, Transition
+from lightning_modules.flow.transitions import Transition
 from lightning_modules.flow.windows import Window
 from lightning_modules.iteration import Iteration, Scored, weigh
 from lightning_modules.objectives.step_weights import ConstantStepWeights, StepWeights
@@ -45,13 +45,13 @@ from lightning_modules.policies.fingerprint import fingerprint, frozen_fingerpri
 from lightning_modules.schedules.base import Context, Schedule, Sync
 from lightning_modules.state import ResumePoint, check_checkpoint, settle_loops, trained_part
 from lightning_modules.strategies import FSDP2Strategy, check_strategy
-from lightning_modules.types import Conditioning, DrawingSettings, PromptBatch, Request, Rollout, Rows, Samples, Scores
+from lightning_modules.types import Conditioning, PromptBatch, Request, Rollout, Samples, Scores
 
 if TYPE_CHECKING:
     from lightning_modules.plan.plan import Plan
 
 
-class LeanGRPO(LightningModule):
+class LeanGRPO(DrawsImages):
     """The training loop.
 
     Args:
@@ -87,10 +87,6 @@ class LeanGRPO(LightningModule):
     Errors: ``ValueError`` naming the argument and the remedy, here or when training starts.
     """
 
-    eval_seed = 0
-    """Key of the noise of validation, test and prediction: the same for every run, so that runs and checkpoints are
-    judged on the same noise."""
-
     def __init__(
         self,
         *,
@@ -120,16 +116,10 @@ class LeanGRPO(LightningModule):
         check_ranks_every: int = 50,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(policy, sigmas, num_steps if eval_num_steps is None else eval_num_steps)
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints hold the trained part alone; check_checkpoint is strict about it
-        self.policy, self.schedule, self.transition, self.window, self.advantage = (
-            policy,
-            schedule,
-            transition,
-            window,
-            advantage,
-        )
+        self.schedule, self.transition, self.window, self.advantage = schedule, transition, window, advantage
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.generations_per_prompt = _at_least(
             generations_per_prompt, 2, "generations_per_prompt", "a group of one has no advantage"
@@ -155,12 +145,8 @@ class LeanGRPO(LightningModule):
         self.rank_timeout = _above_zero(rank_timeout, "rank_timeout")
         self.ranks = Ranks.alone()
         """The processes of the run."""
-        self._kind = "single"
         self.seed = seed
-        self.sigmas = sigmas
-        self.eval_num_steps = num_steps if eval_num_steps is None else eval_num_steps
         self.sigma_grid = sigmas(num_steps, policy.num_tokens)
-        self.eval_sigma_grid = sigmas(self.eval_num_steps, policy.num_tokens)
         self.trained_steps = window.size(num_steps)
         weights = step_weights or ConstantStepWeights()
         self.step_weights = weights(transition, self.sigma_grid, window.candidates(num_steps))
@@ -169,8 +155,6 @@ class LeanGRPO(LightningModule):
         """Rollouts completed, also across resumes: what schedules of the learning rate, logs and checkpoints count."""
         self.iteration_metrics: dict[str, float] = {}
         """What the last completed iteration logged."""
-        self.evaluation_weights: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Entered whenever images are drawn for evaluation; a callback puts averaged weights in place here."""
         self.chunks_ahead = 0
         """Chunks of groups that are rolled out before the scores of one are waited for; a callback that scores in the
         background asks for one here."""
@@ -359,72 +343,6 @@ class LeanGRPO(LightningModule):
         """Whether no gradient can be formed before the iteration's last reward."""
         return self.schedule.updates_per_rollout > 1 or self.advantage.needs_iteration
 
-    # sampling without training
-
-    @torch.inference_mode(False)  # what FSDP2 gathers weights into is kept, and training could not use it afterwards
-    @torch.no_grad()
-    def sample(
-        self,
-        prompts: Sequence[str],
-        *,
-        prompt_index: Tensor,
-        image_index: Tensor,
-        seed: int = 0,
-        settings: DrawingSettings | None = None,
-    ) -> Tensor:
-        """Images by the deterministic sampler (Euler on the ODE, ``eval_num_steps`` steps).
-
-        Args:
-            prompts: [n] one per image; equal prompts are encoded once.
-            prompt_index, image_index: [n] int64 ids. The initial noise is a function of (seed, prompt_index,
-                image_index), so the same ids give the same image on any batch size, before and after training.
-            settings: other steps, guidance or size.
-
-        Returns: ``[n, 3, H, W]`` (or video) float32 in [0, 1].
-        """
-        was_training = self.policy.training
-        self.policy.eval()
-        try:
-            with self._drawing_with(settings) as sigmas:
-                return self._denoise(prompts, Rows(prompt=prompt_index, generation=image_index), seed, sigmas)
-        finally:
-            self.policy.train(was_training)
-
-    def _denoise(self, prompts: Sequence[str], rows: Rows, seed: int, sigmas: Tensor) -> Tensor:
-        none = torch.zeros(len(rows), len(sigmas) - 1, dtype=torch.bool)
-        noise = KeyedNoise(seed=seed, iteration=-1, rows=rows, latent_shape=self.policy.latent_shape)
-        request = Request(
-            rows=rows,
-            conditioning=self._encode(prompts),
-            initial=noise.initial().to(self.device),
-            noise=noise,
-            trained=none,
-            stochastic=none,
-        )
-        process = ReverseProcess(velocity=self.policy, transition=ODE(), sigmas=sigmas)
-        with self.evaluation_weights():
-            return self.policy.decode(denoise(process, request))
-
-    @contextmanager
-    def _drawing_with(self, settings: DrawingSettings | None) -> Iterator[Tensor]:
-        """Inside, the policy draws as ``settings`` say; yields the evaluation's noise grid."""
-        chosen = settings or DrawingSettings()
-        with self.policy.drawing_with(guidance=chosen.guidance, height=chosen.height, width=chosen.width):
-            steps = chosen.num_steps or self.eval_num_steps
-            yield self.eval_sigma_grid if settings is None else self.sigmas(steps, self.policy.num_tokens)
-
-    def sampler(self, settings: DrawingSettings | None = None) -> dict[str, Any]:
-        """What :meth:`sample` does under ``settings``, as plain values for result files. Errors: ``ValueError`` on settings
-        that the policy or the noise grid cannot follow."""
-        with self._drawing_with(settings) as sigmas:
-            return {
-                "name": "Euler, ODE",
-                "num_steps": len(sigmas) - 1,
-                "sigmas": [round(sigma, 9) for sigma in sigmas.tolist()],
-                **self.policy.drawing(),
-                "precision": None if self._trainer is None else str(self._trainer.precision),
-            }
-
     def identity(self) -> dict[str, Any]:
         """What draws evaluation images, as plain values for result files: the policy, fingerprints of its frozen and its
         trained weights, whether the latter are averaged ones, and how far it is trained. A collective where weights are
@@ -505,40 +423,6 @@ class LeanGRPO(LightningModule):
             device=self.device if device is None and shards > 1 else device,
             autocast=autocast,
         )
-
-    def _encode(self, prompts: Sequence[str]) -> Conditioning:
-        unique = list(dict.fromkeys(prompts))
-        conditioning = self.policy.encode(unique)
-        return conditioning.rows(torch.tensor([unique.index(p) for p in prompts]))
-
-    def draw(self, batch: Any, settings: DrawingSettings | None = None, seed: int | None = None) -> Samples:
-        """This rank's images of an ``EvalBatch``; none of a surplus one, which is drawn only where every rank must call the
-        policy. ``seed``: key of the noise, by default :attr:`eval_seed`; ``settings`` as for :meth:`sample`."""
-        images = torch.empty(0, 3, 1, 1)
-        if self._kind == "sharded" or not batch.surplus:
-            images = self.sample(
-                batch.prompts,
-                prompt_index=batch.prompt_index,
-                image_index=batch.image_index,
-                seed=self.eval_seed if seed is None else seed,
-                settings=settings,
-            )
-        kept = slice(0, 0 if batch.surplus else len(images))
-        return Samples(
-            images=images[kept],
-            prompts=tuple(batch.prompts[kept]),
-            metadata=tuple(batch.metadata[kept]),
-            rows=Rows(prompt=batch.prompt_index[kept], generation=batch.image_index[kept]),
-        )
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Samples:
-        return self.draw(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> Samples:
-        return self.draw(batch)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Samples:
-        return self.draw(batch)
 
     # Lightning's side
 

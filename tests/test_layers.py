@@ -19,8 +19,9 @@ ITERATION = "lightning_modules.iteration"
 PLAN = "lightning_modules.plan"
 EXPORT = "lightning_modules.export"
 STRATEGIES = "lightning_modules.strategies"
+DRAWING = "lightning_modules.drawing"
 SHELLS = {"lightning_modules.lean_grpo", "lightning_modules.flow_matching"}
-BELOW_SHELLS = {EXPORT, ITERATION, PLAN, STRATEGIES, SCHEDULES, *CORE, *PURE, "datamodules"}
+BELOW_SHELLS = {DRAWING, EXPORT, ITERATION, PLAN, STRATEGIES, SCHEDULES, *CORE, *PURE, "datamodules"}
 EVERYTHING = {*SHELLS, *BELOW_SHELLS, "rewards", "callbacks"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -30,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(SHELLS, BELOW_SHELLS),
     ITERATION: {SCHEDULES, *CORE, *PURE},
     PLAN: {SCHEDULES, *CORE, *PURE},
+    DRAWING: {*CORE, *PURE},
     EXPORT: {*CORE, *PURE},
     STRATEGIES: {*CORE, *PURE},
     SCHEDULES: {*CORE, *PURE},
@@ -40,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rewards": set(),
 }
 MAY_IMPORT_LIGHTNING = {
-    "train", "callbacks", "benchmarks", *SHELLS, STRATEGIES, "datamodules.prompt_data", "datamodules.shapes",
+    "train", "callbacks", "benchmarks", *SHELLS, DRAWING, STRATEGIES, "datamodules.prompt_data", "datamodules.shapes",
 }  # fmt: skip
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 

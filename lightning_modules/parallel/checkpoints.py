@@ -63,8 +63,8 @@ def gathered(tree: Any, keep: bool) -> Any:
 
 def write_shards(tree: Any, folder: Path, first: bool) -> None:
     """Write ``tree`` to the existing ``folder``, all ranks together. ``first``: whether this rank writes ``tree.pt``; it
-    does so last, looks whether everything is there, and waits until the disk has it. Errors: whatever the writing raises, on every rank if it is of
-    shards."""
+    does so last, looks whether everything is there, and waits until the disk has it. Errors: whatever the writing raises, on
+    every rank if it is of shards."""
     shards: dict[str, Tensor] = {}
 
     def take(tensor: Tensor, path: str) -> Any:

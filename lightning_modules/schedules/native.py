@@ -27,7 +27,8 @@ class Native(Schedule):
     Args:
         updates_per_rollout: optimizer steps per rollout.
         samples_per_update: ``"part"``: each step trains on its own share of the micro-batches (FlowGRPO's two, MixGRPO's
-            four updates); ``"all"``: every step trains on all of them.
+            four updates), which depends on the number of processes unless it comes out even; ``"all"``: every step trains
+            on all of them.
         micro_batch: rows per forward with gradients; ``None``: as rolled out, which makes the first ratio exactly 1.
     """
 

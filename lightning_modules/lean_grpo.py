@@ -30,7 +30,7 @@ from lightning_modules.flow.transitions import Transition
 from lightning_modules.flow.windows import Window
 from lightning_modules.iteration import Iteration, Scored, weigh
 from lightning_modules.objectives.step_weights import ConstantStepWeights, StepWeights
-from lightning_modules.parallel.checkpoints import shard_count
+from lightning_modules.parallel.checkpoints import is_sharded, shard_count
 from lightning_modules.parallel.drift import check_same_on_all
 from lightning_modules.parallel.gradients import LocalGradients
 from lightning_modules.parallel.layout import Chunk, Kind, Layout, Round
@@ -428,6 +428,11 @@ class LeanGRPO(DrawsImages):
 
     def setup(self, stage: str) -> None:
         self._kind = check_strategy(self.trainer.strategy)
+        if self._kind != "sharded" and is_sharded(self.policy):
+            raise ValueError(
+                "the policy is still sharded, from an earlier run of this module under fsdp2: use fsdp2 again, or make a new "
+                "module and give the earlier run's checkpoint as ckpt_path"
+            )
         self.ranks = Ranks.connected(self.rank_timeout) if self.trainer.world_size > 1 else Ranks.alone()
         if self.trainer.precision == "16-mixed":
             raise ValueError(
@@ -440,10 +445,8 @@ class LeanGRPO(DrawsImages):
                 "the length of the run by the datamodule's iterations"
             )
         _ = self._frozen_weights  # now: the trainer casts the policy to its precision after this hook
-        if stage == "fit" and self.beta > 0:
-            self._reference = (
-                self.policy.reference()
-            )  # before a checkpoint is loaded: the anchor is where training began
+        if stage == "fit" and self.beta > 0 and self._reference is None:  # of several fits: where the first one began
+            self._reference = self.policy.reference()  # before a checkpoint is loaded, and before anything is sharded
 
     def configure_model(self) -> None:
         strategy = self.trainer.strategy

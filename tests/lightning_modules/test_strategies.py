@@ -269,6 +269,29 @@ def train_twice(case):
     return torch.cat([whole(p.detach()).flatten() for p in model.policy.parameters() if p.requires_grad])
 
 
-def test_configuring_the_model_twice_shards_it_once():
-    first, second = pool(2).run(train_twice, SMALL)
+@pytest.mark.parametrize("case", [SMALL, replace(SMALL, policy="shapes", options={"beta": 0.5})], ids=["", "anchored"])
+def test_configuring_the_model_twice_shards_it_once(case):
+    first, second = pool(2).run(train_twice, case)
     assert torch.equal(first, second)
+
+
+def test_the_anchor_of_a_second_fit_is_where_the_first_one_began(tmp_path):
+    model = module(beta=0.5)
+    first = fit(model, 1, root=tmp_path)
+    second = fit(model, 1, root=tmp_path)
+    assert first[0]["kl"] == 0.0 and second[0]["kl"] > 0.0
+
+
+def then_replicated(case):
+    """The error of a fit under DDP after one under FSDP2."""
+    model = make_module(case)
+    for strategy in (FSDP2Strategy(), DDPStrategy()):
+        try:
+            fit(model, 1, root=".", scorer=GivenRewards(case.table), strategy=strategy, devices=2, prompts=("a",))
+        except ValueError as error:
+            return type(strategy).__name__, str(error)
+
+
+def test_a_sharded_module_is_refused_by_other_strategies():
+    for where, message in pool(2).run(then_replicated, SMALL):
+        assert where == "DDPStrategy" and message.startswith("the policy is still sharded")

@@ -12,7 +12,8 @@ A benchmark writes ``<run>/evaluations/<name>/iteration_<n>/``::
     best_median_worst.png  samples by score
     images/                PNG
 
-The folder appears when it is complete; an evaluation that was broken off leaves none, and starts over when it is run again.
+The folder appears when it is complete; an evaluation that was broken off leaves none, and starts over when it is run again, or
+the run resumed.
 """
 
 from __future__ import annotations
@@ -192,12 +193,14 @@ class Benchmark(Callback, ABC):
             self.first = self.last = None
         elif self.first is None and self.before:
             self.first = self._evaluate(trainer, pl_module)
+        elif self._due(pl_module):  # it was broken off, and the run resumed
+            self._evaluate(trainer, pl_module)
         self._settings = settings
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LeanGRPO, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        if self.every and pl_module.iteration % self.every == 0:
+        if self._due(pl_module):
             self._evaluate(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LeanGRPO) -> None:
@@ -230,6 +233,11 @@ class Benchmark(Callback, ABC):
         self._settings, self.seconds = state_dict["settings"], state_dict["seconds"]
 
     # how
+
+    def _due(self, pl_module: LeanGRPO) -> bool:
+        now = pl_module.iteration
+        evaluated = self.last is not None and self.last.iteration == now
+        return self.every > 0 and now > 0 and now % self.every == 0 and not evaluated
 
     def _load_prompts(self) -> list[Prompt]:
         if self.prepared is None or Path(self.prompts).suffix:

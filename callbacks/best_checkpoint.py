@@ -61,7 +61,7 @@ class BestCheckpoint(Checkpoint):
         self._found = self.value is not None
         if self.path is not None:
             self._adopt(trainer)
-        self._look(trainer, pl_module, save=False)
+        self._look(trainer, pl_module, save=pl_module.iteration > 0)  # a resumed run may make up for an evaluation
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LeanGRPO, outputs: Any, batch: Any, batch_idx: int

@@ -53,6 +53,7 @@ class HeldOutEvaluation(Callback):
         """Of the test set as training ended."""
         self.seconds = 0.0
         """Wall-clock time spent evaluating in ``fit``, resumed parts included."""
+        self._validated = 0
         self._tally = Tally()
 
     # fit
@@ -63,12 +64,18 @@ class HeldOutEvaluation(Callback):
         self.after = None
         if self.before is None:
             self.before = self._evaluate(trainer, pl_module, held_out_batches(trainer), "held_out")
+        self._validate_if_due(trainer, pl_module)  # one that was broken off, where the run is resumed
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LeanGRPO, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        if self.every and pl_module.iteration % self.every == 0:
+        self._validate_if_due(trainer, pl_module)
+
+    def _validate_if_due(self, trainer: Trainer, pl_module: LeanGRPO) -> None:
+        now = pl_module.iteration
+        if self.every and now % self.every == 0 and now != self._validated:
             self._evaluate(trainer, pl_module, validation_batches(trainer), "val")
+            self._validated = now
 
     def on_train_end(self, trainer: Trainer, pl_module: LeanGRPO) -> None:
         self.after = self._evaluate(trainer, pl_module, held_out_batches(trainer), "held_out")
@@ -104,12 +111,13 @@ class HeldOutEvaluation(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"before": None if self.before is None else self.before.state_dict(), "seconds": self.seconds}
+        before = None if self.before is None else self.before.state_dict()
+        return {"before": before, "seconds": self.seconds, "validated": self._validated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         before = state_dict["before"]
         self.before = None if before is None else Evaluation.from_state_dict(before)
-        self.seconds = state_dict["seconds"]
+        self.seconds, self._validated = state_dict["seconds"], state_dict.get("validated", 0)
 
     # validate and test: the Trainer's loop draws
 

@@ -14,6 +14,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 
 from callbacks import benchmark as frame
+from callbacks.best_checkpoint import BestCheckpoint
+from callbacks.checkpoint import IterationCheckpoint
 from callbacks.compare import compare
 from callbacks.ema import EMA
 from callbacks.prompt_set_evaluation import PromptSetEvaluation
@@ -336,6 +338,43 @@ def test_after_a_change_of_settings_there_is_no_change_to_report(make_trainer, m
     with pytest.warns(UserWarning, match="'set' has other settings than when this run began"):
         fit(trainer, make_data(iterations=3), ckpt_path=tmp_path / "x.ckpt")
     assert other.first is None and other.last.iteration == 3
+
+
+class FailsOnce(MeanPixel):
+    def __init__(self):
+        self.failed = False
+
+    def score(self, images, prompts, metadata):
+        if not self.failed:
+            self.failed = True
+            raise KeyboardInterrupt
+        return super().score(images, prompts, metadata)
+
+
+def test_one_that_is_broken_off_is_made_up_for_in_the_resumed_run(make_trainer, make_data, make_set, tmp_path):
+    """Also for the best checkpoint, which is a whole one."""
+    reward, checkpoints = FailsOnce(), tmp_path / "run" / "checkpoints"
+
+    def run(ckpt_path=None):
+        callbacks = (
+            EMA(decay=0.5),
+            make_set(reward, every=2),
+            BestCheckpoint("eval/set", "min"),
+            IterationCheckpoint(every=1),
+        )
+        trainer = make_trainer(RewardScoring(TRAINING), *callbacks, enable_checkpointing=True)
+        return fit(trainer, make_data(iterations=3), ckpt_path=ckpt_path)
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run()
+    module = run(checkpoints / "last.ckpt")
+    assert module.iteration == 3 and folders(tmp_path) == ["iteration_000002"]
+    broken_off, made_up = (
+        torch.load(checkpoints / f, weights_only=True) for f in ("iteration_000002.ckpt", "best.ckpt")
+    )
+    assert made_up["lean_grpo"]["iteration"] == 2 and made_up["loops"] == broken_off["loops"]
+    again = run(checkpoints / "best.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
 
 
 # failures

@@ -3,6 +3,7 @@ import csv
 import pytest
 import torch
 
+from callbacks.checkpoint import IterationCheckpoint
 from callbacks.evaluation import HeldOutEvaluation
 from callbacks.reward_scoring import RewardScoring
 from rewards.base import Reward
@@ -92,6 +93,36 @@ def test_a_resumed_run_keeps_the_numbers_it_began_with(make_trainer, make_data, 
     assert torch.equal(second.before.means["mean"], first.before.means["mean"])
     assert (second.before.iteration, second.after.iteration) == (0, 4)
     assert second.seconds > first.seconds
+
+
+class Interrupted(MeanPixel):
+    """By Ctrl-C, in its fourth call."""
+
+    calls = 0
+
+    def score(self, images, prompts, metadata):
+        self.calls += 1
+        if self.calls == 4:
+            raise KeyboardInterrupt
+        return super().score(images, prompts, metadata)
+
+
+def test_a_resumed_run_makes_up_for_a_validation_that_was_broken_off(make_trainer, make_data, tmp_path):
+    """The test set takes three calls, so the fourth is in the validation after iteration 2."""
+    reward = Interrupted()
+
+    def run(ckpt_path=None):
+        callbacks = HeldOutEvaluation({"r": reward}, "r", every=2), IterationCheckpoint()
+        trainer = make_trainer(RewardScoring({"mean": MeanPixel()}), *callbacks, enable_checkpointing=True)
+        fit(trainer, make_data(iterations=3), ckpt_path=ckpt_path)
+        return set(logged(tmp_path, "val/r"))
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run()
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert run(last) == {2}
+    assert reward.calls == 4 + 3 + 3  # and, in the end, the test set
+    assert run(last) == set()  # nothing is due again
 
 
 def test_a_test_set_that_changed_in_between_gives_no_change_to_report(make_trainer, make_data, tmp_path):

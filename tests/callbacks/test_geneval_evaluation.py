@@ -127,7 +127,9 @@ def test_without_all_six_tags_the_mean_has_another_name(evaluate):
 
 
 def test_in_fit_it_is_logged_by_tag(make_trainer, make_data, tmp_path):
-    benchmark = GenEvalEvaluation(prompts=HELD_OUT, judge=judge(), images_per_prompt=1, batch_size=64, before=False)
+    file = tmp_path / "shapes.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in some(1)))
+    benchmark = GenEvalEvaluation(prompts=str(file), judge=judge(), images_per_prompt=1, before=False)
     training = RewardScoring({"dense": ShapesReward("dense")})
     module = make_module(policy=ShapesPolicy())
     make_trainer(training, benchmark).fit(module, datamodule=make_data(some(1), iterations=1))

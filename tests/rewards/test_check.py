@@ -1,4 +1,4 @@
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -9,7 +9,6 @@ from rewards.base import Reward
 from rewards.brightness import Brightness
 from rewards.check import check_reward, main, named_rewards, probe_reward
 from rewards.known_pairs import Pair, scenes, shapes, words
-from rewards.ocr import OCR
 from rewards.shapes import ShapesReward
 from rewards.video import FirstFrame, VideoReward
 
@@ -110,8 +109,8 @@ def test_sound_rewards_pass_every_probe(reward, reads):
     assert passed(reward, reads=reads) == dict.fromkeys(ALL, True)
 
 
-def test_the_ocr_reward_passes_every_probe():
-    findings = {finding.probe: finding for finding in check_reward(OCR(threads=1))}
+def test_the_ocr_reward_passes_every_probe(ocr):
+    findings = {finding.probe: finding for finding in check_reward(ocr, pairs=words()[:2])}
     assert {name: finding.passed for name, finding in findings.items()} == dict.fromkeys(ALL, True)
     assert findings["prompts"].detail.startswith("own prompts 1, shuffled 0.0")
 
@@ -260,8 +259,9 @@ def test_a_config_without_rewards_is_an_error(tmp_path):
         named_rewards(tmp_path / "a.yaml")
 
 
-def test_the_module_runs_as_a_command(repository):
-    command = [sys.executable, "-m", "rewards.check", "--reward", "rewards.brightness.Brightness", "--reads", "text"]
-    run = subprocess.run(command, cwd=repository, capture_output=True, text=True)
-    assert run.returncode == 1, run.stderr
-    assert "REFUSED prompts" in run.stdout
+def test_the_module_runs_as_a_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["check", "--reward", "rewards.brightness.Brightness", "--reads", "text"])
+    with pytest.warns(RuntimeWarning, match="found in sys.modules"), pytest.raises(SystemExit) as exit:
+        runpy.run_module("rewards.check", run_name="__main__")
+    assert exit.value.code == 1
+    assert "REFUSED prompts" in capsys.readouterr().out

@@ -9,33 +9,46 @@ from PIL import Image, ImageDraw, ImageFont
 from rewards.ocr import OCR, find_target, normalise, quoted, similarity
 
 FONTS = Path(matplotlib.get_data_path(), "fonts/ttf")
+CASES = [(24, -12), *((size, angle) for size in (18, 32) for angle in (0, -12, 25, 180))]
+SIDE = 736
+"""What the engine scales smaller images up to, in pixels."""
 
 
-def render(text, font="DejaVuSans", size=36, angle=0, side=320):
-    """``[3, side, side]``: dark letters on a pale ground, turned about the centre."""
-    letters = Image.new("L", (side, side), 0)
+def letters(text, font, size, angle, side):
+    """``side`` x ``side``, white on black, turned about the centre."""
+    canvas = Image.new("L", (side, side), 0)
     face = ImageFont.truetype(str(FONTS / f"{font}.ttf"), size)
-    ImageDraw.Draw(letters).text((side / 2, side / 2), text, font=face, fill=255, anchor="mm", align="center")
-    canvas = Image.new("RGB", (side, side), (236, 232, 220))
-    canvas.paste((30, 30, 60), (0, 0), letters.rotate(angle, resample=Image.Resampling.BICUBIC))
+    ImageDraw.Draw(canvas).text((side / 2, side / 2), text, font=face, fill=255, anchor="mm", align="center")
+    return canvas.rotate(angle, resample=Image.Resampling.BICUBIC)
+
+
+def painted(mask):
+    """``[3, H, W]``: dark letters on a pale ground."""
+    canvas = Image.new("RGB", mask.size, (236, 232, 220))
+    canvas.paste((30, 30, 60), (0, 0), mask)
     return torch.from_numpy(np.array(canvas)).permute(2, 0, 1).float() / 255
 
 
-@pytest.fixture(scope="module")
-def reward():
-    return OCR(threads=1)
+def render(text, font="DejaVuSans", size=36, angle=0, side=320):
+    return painted(letters(text, font, size, angle, side))
 
 
 @pytest.mark.parametrize("font", ["DejaVuSans", "DejaVuSerif", "DejaVuSansMono"])
-def test_rendered_text_is_read_in_every_font_size_and_rotation(reward, font):
-    text = "Quiet Zone 24"
-    images = torch.stack([render(text, font, size, angle) for size in (18, 32) for angle in (0, -12, 25, 180)])
-    read = reward.read(images)
-    assert [similarity(line, text) for line in read] == pytest.approx([1.0] * len(images), abs=0.1)
-    assert max(similarity(line, "Fresh Tomato Soup") for line in read) < 0.4
+def test_rendered_text_is_read_in_every_font_size_and_rotation(ocr, font):
+    """All of a font's in one image: the engine takes as long for a small one."""
+    cases = [(f"Quiet Zone {number}", size, angle) for number, (size, angle) in enumerate(CASES, start=24)]
+    mask = Image.new("L", (SIDE, SIDE), 0)
+    for k, (text, size, angle) in enumerate(cases):
+        x, y = SIDE // 3 * (k % 3), SIDE // 3 * (k // 3)
+        mask.paste(letters(text, font, size, angle, SIDE // 3), (x, y))
+    (read,) = ocr.read(painted(mask)[None])
+    assert [similarity(read, text) for text, _, _ in cases] == [1.0] * len(cases)
+    assert len(normalise(read)) == sum(len(normalise(text)) for text, _, _ in cases)  # and nothing else
+    assert max(similarity(text, "Fresh Tomato Soup") for text, _, _ in cases) < 0.4
+    assert similarity(read, "Fresh Tomato Soup") < 0.4
 
 
-def test_scores_follow_the_prompt(reward):
+def test_scores_follow_the_prompt(ocr):
     images = torch.stack(
         [render("Open Late"), render("Open Late"), render("Two\nLines"), torch.full((3, 320, 320), 0.5)]
     )
@@ -45,23 +58,23 @@ def test_scores_follow_the_prompt(reward):
         "A card that says “two lines”",
         '"Hi"',
     ]
-    scores = reward(images, prompts, [{}] * 4)
+    scores = ocr(images, prompts, [{}] * 4)
     assert scores[0] > 0.9 and scores[2] > 0.9
     assert scores[1] < 0.4 and scores[3] == 0.0
 
 
-def test_metadata_wins_over_the_prompt_and_accents_and_chinese_are_read(reward):
+def test_metadata_wins_over_the_prompt_and_accents_and_chinese_are_read(ocr):
     images = torch.stack([render("Café Olé"), render("STRASSE")])
-    scores = reward(images, ['a sign "Nothing"', "no quotes"], [{"text": "café olé"}, {"text": "Straße"}])
+    scores = ocr(images, ['a sign "Nothing"', "no quotes"], [{"text": "café olé"}, {"text": "Straße"}])
     assert scores.tolist() == [1.0, 1.0]
 
 
-def test_a_video_scores_the_mean_over_every_fourth_frame(reward):
+def test_a_video_scores_the_mean_over_every_fourth_frame(ocr):
     frames = [render("Nothing")] * 6
     frames[0] = render("Exit")  # frames 0 and 4 are read
     video = torch.stack(frames, dim=1)[None]
-    image_score = reward(render("Nothing")[None], ['"Exit"'], [{}])
-    assert reward(video, ['"Exit"'], [{}]).item() == pytest.approx((1.0 + image_score.item()) / 2)
+    image_score = ocr(render("Nothing")[None], ['"Exit"'], [{}])
+    assert ocr(video, ['"Exit"'], [{}]).item() == pytest.approx((1.0 + image_score.item()) / 2)
 
 
 def test_a_prompt_without_a_target_is_refused_before_anything_is_read(monkeypatch):
@@ -73,9 +86,9 @@ def test_a_prompt_without_a_target_is_refused_before_anything_is_read(monkeypatc
         reward(torch.zeros(2, 3, 8, 8), ['a "door"', "a plain door"], [{}, {"tag": "x"}])
 
 
-def test_tiny_and_blank_images_score_zero(reward):
-    assert reward(torch.rand(1, 3, 8, 8), ['"word"'], [{}]).item() == 0.0
-    assert reward(torch.ones(1, 3, 16, 300), ['"word"'], [{}]).item() == 0.0
+def test_tiny_and_blank_images_score_zero(ocr):
+    assert ocr(torch.rand(1, 3, 8, 8), ['"word"'], [{}]).item() == 0.0
+    assert ocr(torch.ones(1, 3, 16, 40), ['"word"'], [{}]).item() == 0.0
 
 
 def test_identity_names_the_engine_and_its_models():

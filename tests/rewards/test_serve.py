@@ -311,12 +311,12 @@ def under_way(server, tmp_path, monkeypatch, number):
     return found[0], process.wait(10)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_sigterm_answers_what_was_accepted_and_ends(processes, tmp_path, monkeypatch):
     assert under_way(processes[0], tmp_path, monkeypatch, signal.SIGTERM) == ([1.0], 0)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_killed_server_is_a_clear_error(processes, tmp_path, monkeypatch):
     error, code = under_way(processes[1], tmp_path, monkeypatch, signal.SIGKILL)
     assert code == -signal.SIGKILL

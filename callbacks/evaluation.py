@@ -54,7 +54,7 @@ class HeldOutEvaluation(Callback):
         self.seconds = 0.0
         """Wall-clock time spent evaluating in ``fit``, resumed parts included."""
         self._validated = 0
-        self._tally = Tally()
+        self._begin()
 
     # fit
 
@@ -93,10 +93,11 @@ class HeldOutEvaluation(Callback):
         when = f"the held-out evaluation at iteration {pl_module.iteration}"
 
         def draw_and_score() -> Tally:
+            failure = None
             with undisturbed(pl_module):
                 for samples in draw_samples(trainer, pl_module, batches):
-                    self._score(tally, samples, when)
-            return tally
+                    failure = failure or self._failure_in(pl_module, tally, samples, when)
+            return _unless(failure, tally)
 
         evaluation = Tally.joined(pl_module.ranks.share(draw_and_score, when)).evaluation(pl_module.iteration)
         publish(trainer, pl_module, evaluation.scalars(name))
@@ -105,10 +106,18 @@ class HeldOutEvaluation(Callback):
         say(f"{name} {self.main} {result.mean:.3f} +- {result.stderr:.3f} ({len(evaluation.prompts)} prompts)")
         return evaluation
 
-    def _score(self, tally: Tally, samples: Samples, when: str) -> None:
-        tally.add(
-            samples, {name: score(reward, samples, name=name, when=when) for name, reward in self.rewards.items()}
-        )
+    def _failure_in(self, pl_module: LeanGRPO, tally: Tally, samples: Samples, when: str) -> Exception | None:
+        """Score some samples. A failure is raised; of several ranks it is returned, to be raised once all is drawn: where
+        weights are sharded the others wait for this rank's policy calls."""
+        try:
+            tally.add(
+                samples, {name: score(reward, samples, name=name, when=when) for name, reward in self.rewards.items()}
+            )
+        except Exception as error:
+            if pl_module.ranks.size == 1:
+                raise
+            return error
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         before = None if self.before is None else self.before.state_dict()
@@ -122,15 +131,15 @@ class HeldOutEvaluation(Callback):
     # validate and test: the Trainer's loop draws
 
     def _begin(self) -> None:
-        self._tally = Tally()
+        self._tally, self._failure = Tally(), None
 
     def _collect(self, pl_module: LeanGRPO, samples: Samples, when: str) -> None:
-        if len(samples):
+        if len(samples) and self._failure is None:
             with undisturbed(pl_module):
-                self._score(self._tally, samples, when)
+                self._failure = self._failure_in(pl_module, self._tally, samples, when)
 
     def _finish(self, trainer: Trainer, pl_module: LeanGRPO, name: str) -> None:
-        tally = Tally.joined(pl_module.ranks.gather(self._tally))
+        tally = Tally.joined(pl_module.ranks.share(lambda: _unless(self._failure, self._tally), f"the {name} set"))
         if len(tally):
             evaluation = tally.evaluation(pl_module.iteration)
             fitting = trainer.state.fn == TrainerFn.FITTING
@@ -173,3 +182,9 @@ class HeldOutEvaluation(Callback):
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LeanGRPO) -> None:
         self._finish(trainer, pl_module, "test")
+
+
+def _unless(failure: Exception | None, tally: Tally) -> Tally:
+    if failure is not None:
+        raise failure
+    return tally

@@ -62,6 +62,17 @@ class TrainingCLI(LightningCLI):
         if path is not None:
             check_is_checkpoint(path)
 
+    def instantiate_classes(self) -> None:
+        """What refuses a value has the last word, not jsonargparse, which would repeat the whole config after it."""
+        try:
+            super().instantiate_classes()
+            return
+        except ValueError as error:
+            refusal: BaseException = error
+        while str(refusal).startswith("Does not validate against any of the Union subtypes") and refusal.__cause__:
+            refusal = refusal.__cause__
+        raise refusal
+
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         owns_update = not self.model.automatic_optimization
         if owns_update:

@@ -182,7 +182,7 @@ def weigh(samples: Samples, scores: Scores) -> Scored:
     weights = {name: scores.weights.get(name, 1.0) for name in scores.values}
     if not any(weights.values()):
         raise ValueError(
-            "no callback scored the rollout: add callbacks.RewardScoring with at least one weighted reward"
+            "no callback scored the rollout: add callbacks.reward_scoring.RewardScoring with at least one weighted reward"
         )
     everywhere = torch.ones(len(samples), dtype=torch.bool)
     applies = {name: scores.applies.get(name, everywhere) for name in weights}

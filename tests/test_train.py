@@ -222,6 +222,14 @@ def test_what_the_module_does_itself_is_refused_with_the_remedy(option, remedy, 
         fit(write(tmp_path), f"--trainer.{option}")
 
 
+def test_a_refusal_has_the_last_word(tmp_path):
+    with pytest.raises(ValueError, match=r"^beta=-1\.0: expected at least 0 \(and finite\)$"):
+        fit(write(tmp_path), "--model.init_args.beta=-1")
+    grid = {"class_path": "callbacks.sample_grid.SampleGrid", "init_args": {"every": -1}}
+    with pytest.raises(ValueError, match=r"^every=-1: give an integer of at least 0$"):
+        fit(write(tmp_path, callbacks=[grid]))
+
+
 @pytest.mark.parametrize("command", ["fit", "test"])
 def test_an_unusable_checkpoint_is_named(command, watched, tmp_path):
     cli, _, _ = watched

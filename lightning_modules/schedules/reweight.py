@@ -10,7 +10,7 @@ needs no reward. So the graph of a step lives only until its own backward, and w
 
 with ``c`` the group's first reward, so that neither sum cancels a large common offset. Several rewards that are normalised
 apart, ``A_i = sum_k s_k (r_ik - mean_k)``, have one S1 and one c each and share S0. Memory no longer depends on the number
-of generations; each reward is needed right after its sample.
+of generations, but on the rows of a micro-batch, each of which holds its ``g_i`` until the micro-batch is scored.
 
 Trained steps run sample by sample: b backwards through one batched graph would each pay for the whole batch. A small
 model, which one sample does not fill the machine with, is therefore slower under Reweight than under Native.
@@ -58,8 +58,9 @@ class Reweight(Schedule):
     """Scale unit gradients afterwards.
 
     Args:
-        storage: ``"per_sample"`` (one gradient per sample), ``"streaming"`` (two per open group), or ``"auto"``:
-            streaming wherever it is certain to be exact. Decided when training starts, never in mid-run.
+        storage: ``"per_sample"`` (one gradient per sample), ``"streaming"`` (two per open group, and one per row of the
+            micro-batch at hand), or ``"auto"``: streaming wherever it is certain to be exact. Decided when training starts,
+            never in mid-run.
     """
 
     mixes_samples_late = True

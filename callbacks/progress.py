@@ -9,7 +9,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm, convert_inf
 
 from lightning_modules.lean_grpo import LeanGRPO
 from lightning_modules.types import PromptBatch
@@ -38,7 +38,9 @@ class IterationProgress(TQDMProgressBar):
         if not seconds_between_lines >= 0:
             raise ValueError(f"seconds_between_lines={seconds_between_lines}: give a time of at least 0 seconds")
         self.seconds_between_lines = seconds_between_lines
-        self._first, self._start, self._last_line = 0, 0.0, 0.0
+        self._first: int | None = None
+        """Iterations done before this session's first; unknown until that begins."""
+        self._start = self._last_line = 0.0
 
     @property
     def is_enabled(self) -> bool:
@@ -50,12 +52,22 @@ class IterationProgress(TQDMProgressBar):
         bar.unit = "iteration"
         return bar
 
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_start(self, *_: Any) -> None:
+        super().on_train_start()
+        self._first = None
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Nothing: Lightning skips it in a run that resumes in mid-epoch. The first iteration sets up."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LeanGRPO, batch: PromptBatch, batch_idx: int) -> None:
         """Count from where a resumed run begins, so that the seconds per iteration are this session's."""
-        super().on_train_epoch_start(trainer)
-        self._first = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        self.train_progress_bar.n = self.train_progress_bar.initial = self._first
-        self.train_progress_bar.set_description("Training")
+        if self._first is not None:
+            return
+        self._first, bar = batch_idx, self.train_progress_bar
+        bar.reset()
+        bar.total = convert_inf(self.total_train_batches)
+        bar.n = bar.initial = self._first
+        bar.set_description("Training")
         self._start, self._last_line = time.perf_counter(), -float("inf")
 
     def on_train_batch_end(
@@ -72,6 +84,7 @@ class IterationProgress(TQDMProgressBar):
 
     def _line(self, trainer: Trainer, pl_module: LeanGRPO, done: int) -> None:
         now, total = time.perf_counter(), self.total_train_batches
+        assert self._first is not None
         if done not in (self._first + 1, total) and now - self._last_line < self.seconds_between_lines:
             return
         self._last_line = now

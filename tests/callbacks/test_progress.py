@@ -1,8 +1,10 @@
 import io
 import re
 import sys
+import time
 
 import pytest
+from lightning.pytorch import Callback
 
 from callbacks.progress import IterationProgress, _clock
 from callbacks.reward_scoring import RewardScoring
@@ -45,6 +47,38 @@ def test_a_resumed_run_counts_on(make_trainer, make_data, capsys, tmp_path):
     capsys.readouterr()
     fit(make_trainer, make_data(iterations=4), IterationProgress(0), ckpt_path=tmp_path / "x.ckpt")
     assert [line.split("  ")[0] for line in lines(capsys.readouterr().out)] == ["iteration 3/4", "iteration 4/4"]
+
+
+def broken_off(make_trainer, data, path):
+    """A checkpoint of the first iteration of a run that does not get further."""
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 1:
+                trainer.save_checkpoint(path)
+                raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        make_trainer(RewardScoring({"mean": MeanPixel()}), Stop()).fit(make_module(), datamodule=data)
+    return path
+
+
+def test_a_run_that_resumes_in_mid_epoch_counts_its_own_seconds(make_trainer, make_data, capsys, tmp_path):
+    path = broken_off(make_trainer, make_data(iterations=3), tmp_path / "x.ckpt")
+    start = time.perf_counter()
+    fit(make_trainer, make_data(iterations=3), IterationProgress(0), ckpt_path=path)
+    seconds = time.perf_counter() - start
+    found = lines(capsys.readouterr().out)
+    assert [line.split("  ")[0] for line in found] == ["iteration 2/3", "iteration 3/3"]
+    assert all(float(re.search(r"(\S+) s/iteration", line)[1]) < seconds for line in found)
+
+
+def test_on_a_terminal_a_resumed_bar_knows_its_total(make_trainer, make_data, monkeypatch, tmp_path):
+    path = broken_off(make_trainer, make_data(iterations=3), tmp_path / "x.ckpt")
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    fit(make_trainer, make_data(iterations=3), IterationProgress(), ckpt_path=path)
+    assert "Training: 100%" in terminal.getvalue()
+    assert "3/3" in terminal.getvalue()
 
 
 def test_on_a_terminal_the_bar_shows_reward_and_norm_and_no_version(make_trainer, make_data, monkeypatch):

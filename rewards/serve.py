@@ -323,15 +323,18 @@ def serve(server: RewardServer) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command: see the module docstring."""
+    """The command: see the module docstring. A port that is taken, or a reward that cannot be made, ends it with one line."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     parser = ArgumentParser(prog="python -m rewards.serve", description="Serve a reward over HTTP.")
     parser.add_argument("--config", action="config", help="YAML file of settings")
     parser.add_class_arguments(RewardServer, None)
     config = parser.parse_args(None if args is None else list(args))
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # renamed in jsonargparse 4.49
-    objects = instantiate(config)
-    server = RewardServer(**{name: value for name, value in objects.items() if name != "config"})
+    try:
+        objects = instantiate(config)
+        server = RewardServer(**{name: value for name, value in objects.items() if name != "config"})
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"cannot serve {config.reward.class_path} on port {config.port}: {error}") from error
     kind = server.identity.get("class", type(server.reward).__qualname__)
     print(f"serving {kind} at {server.url}", flush=True)
     if server.token_is_generated:

@@ -321,3 +321,15 @@ def test_a_killed_server_is_a_clear_error(processes, tmp_path, monkeypatch):
     error, code = under_way(processes[1], tmp_path, monkeypatch, signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert isinstance(error, RuntimeError) and "/score: " in str(error) and "(1 attempts)" in str(error)
+
+
+def test_a_server_that_cannot_start_says_so_in_a_line():
+    reward = ["--reward", "rewards.brightness.Brightness"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit, match=f"cannot serve rewards.brightness.Brightness on port {port}: .*in use"):
+            main([*reward, "--port", port])
+    with pytest.raises(SystemExit, match="cannot serve .*target.*three numbers"):
+        main([*reward, "--reward.target", "[2, 0, 0]", "--port", "0"])

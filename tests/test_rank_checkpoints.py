@@ -308,7 +308,7 @@ class FullDisk(AtomicCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_a_checkpoint_that_cannot_be_written_stops_every_rank(strategy, tmp_path):
     results = pool(2).run(broken_off, on(LORA, (strategy, 2)), tmp_path, [], FullDisk())
     assert results[0][0] == "OSError: disk full"

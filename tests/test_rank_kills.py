@@ -72,7 +72,9 @@ def last_is_usable(tmp_path, iteration):
     assert cli.model.iteration == iteration + 1
 
 
-@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp", 1), ("fsdp2", 0), ("sharded", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "rank"), [("ddp", 1), ("fsdp2", 0), ("sharded", 1), pytest.param("ddp", 0, marks=pytest.mark.slow)]
+)
 def test_killed_in_the_middle_of_a_run(strategy, rank, tmp_path):
     killer = {"class_path": f"{__name__}.KilledInTheMiddle", "init_args": {"rank": rank}}
     path, start = write(tmp_path, callbacks=[killer], schedule=schedule("Reweight")), time.monotonic()

@@ -326,7 +326,6 @@ def check_reduction_in_bfloat16(case):
 PRECISIONS = [
     ("fsdp2", "lora", "bf16-true"),  # fp32 adapters on bf16 weights
     ("fsdp2_bf16", "full", "bf16-mixed"),  # fp32 shards, gathered in bf16
-    ("fsdp2", "full", "bf16-true"),
 ]
 
 

@@ -187,7 +187,7 @@ def run_with(case, precision):
     return run(replace(case, trainer={"precision": precision}))
 
 
-@pytest.mark.parametrize(("policy", "precision"), [("lora", "bf16-mixed"), ("full", "bf16-true"), ("full", "32-true")])
+@pytest.mark.parametrize(("policy", "precision"), [("lora", "bf16-mixed"), ("full", "bf16-true")])
 def test_every_precision_under_fsdp2(policy, precision):
     """As far from the same run in one process as the precision allows: bf16 has 8 bits, and rows are batched otherwise."""
     case = replace(SMALL, policy=policy, iterations=2)
@@ -211,7 +211,7 @@ def test_an_option_that_changes_no_number(option):
     check(SMALL, option)
 
 
-@pytest.mark.parametrize("policy", ["lora", "full"])
+@pytest.mark.parametrize("policy", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_weights_gathered_in_bfloat16(policy):
     check(replace(SMALL, policy=policy), "param_dtype", "bf16-mixed", bound=3e-2)
 

@@ -171,7 +171,6 @@ def gradient_of(case, late):
         ("streaming", "ddp", "gdpo", False),
         ("streaming", "fsdp2", "advantage", False),
         ("per_sample", "fsdp2", "gdpo", True),
-        ("retain", "ddp", "gdpo", True),
         ("sharded", "fsdp2", "advantage", False),
     ],
 )

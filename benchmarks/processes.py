@@ -27,6 +27,12 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout:
         context.Process(target=_work, args=(rank, ranks, port, there if rank == 0 else None, function, arguments))
         for rank in range(ranks)
     ]
+    return run_until_result(workers, here, there, timeout)
+
+
+def run_until_result(workers: list[Any], here: Connection, there: Connection, timeout: float) -> Any:
+    """Start processes, the first of which sends its result through ``there`` to ``here``, and end them all after it. Errors:
+    as of :func:`on_ranks`."""
     try:
         for worker in workers:
             worker.start()

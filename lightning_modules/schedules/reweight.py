@@ -80,8 +80,8 @@ class Reweight(Schedule):
             raise ValueError(
                 f"storage: streaming is exact only where the advantage is affine in the reward, but a clip at "
                 f"{advantage.clip} can fire for groups of {context.generations} with std: {advantage.std}{several}; set the "
-                "advantage's clip: null, or std: group with few enough generations and small enough weights, or storage: "
-                "per_sample"
+                "advantage's clip: null, or std: group with few enough generations and small enough weights, or Reweight with "
+                "storage: per_sample"
             )
         self.streaming = affine and self.storage != "per_sample"
         super().bind(context)
@@ -162,7 +162,7 @@ class Reweight(Schedule):
         if advantages.clipped:
             raise ValueError(
                 f"an advantage was clipped at {self.context.advantage.clip}, which streaming cannot do: more or heavier "
-                "rewards were scored than the scoring callbacks announce in reward_weights; set storage: per_sample"
+                "rewards were scored than the scoring callbacks announce in reward_weights; use Reweight with storage: per_sample"
             )
         for prompt, terms in advantages.groups.items():
             group = self._open.pop(prompt, None)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks.processes import _first_result
+from benchmarks.processes import run_until_result
 
 CONTEXT = multiprocessing.get_context("fork")
 
@@ -31,15 +31,7 @@ def first_result(*functions, timeout=10.0):
     """Of processes that do these; the first has the pipe."""
     here, there = CONTEXT.Pipe(duplex=False)
     workers = [CONTEXT.Process(target=function, args=(there,), daemon=True) for function in functions]
-    try:
-        for worker in workers:
-            worker.start()
-        there.close()
-        return _first_result(here, workers, timeout)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.join()
+    return run_until_result(workers, here, there, timeout)
 
 
 def test_a_result_is_waited_for_after_another_process_has_ended():

@@ -2,12 +2,12 @@
 # Compares this project's HPSv2 score with the package's own model code, preprocessing and tokenizer, on the same small
 # random weights, in an environment of its own:
 #
-#   bash tests/parity/hpsv2_package.sh [folder of the environment, by default /tmp/hpsv2-parity]
+#   bash tests/parity/hpsv2_package.sh [folder of the environment, by default a new temporary one]
 #
 # The package is installed without its pins (pytest 7.2.0, protobuf < 4). Its wheel lacks the vocabulary that it opens when
 # imported: open_clip ships the same file.
 set -euo pipefail
-environment=${1:-/tmp/hpsv2-parity}
+environment=${1:-$(mktemp -d)}
 cd "$(dirname "$0")/../.."
 
 python3 -m venv "$environment"

@@ -127,3 +127,17 @@ def test_one_rank_rolls_out_group_by_group():
 def test_impossible_layouts_are_refused(options, named):
     with pytest.raises(ValueError, match=named):
         Layout(**({"prompts": 1, "generations": 2, "ranks": 1} | options))
+
+
+@pytest.mark.parametrize("kind", ["shared", "per_rank"])
+@pytest.mark.parametrize(("prompts", "generations", "ranks"), [(3, 4, 1), (3, 3, 2), (2, 8, 4), (5, 2, 4)])
+def test_a_chunk_for_every_round(prompts, generations, ranks, kind):
+    layout = Layout(prompts=prompts, generations=generations, ranks=ranks, kind=kind)
+    for options in ({"micro_batch": 1}, {"micro_batch": 2, "groups_in_flight": 2}, {}):
+        apart, chunks = layout.chunks(**options, every_round=True), layout.chunks(**options)
+        assert [chunk.rounds for chunk in apart] == [(part,) for chunk in chunks for part in chunk.rounds]
+        assert sorted(p for chunk in apart for p in chunk.closed) == list(range(prompts))  # each group closes once
+        for chunk in apart:
+            (part,) = chunk.rounds
+            assert chunk.stop == part.stop
+            assert all(part.start < layout.closing(p) <= part.stop for p in chunk.closed)

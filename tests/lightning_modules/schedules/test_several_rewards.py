@@ -165,6 +165,17 @@ def gradient_of(case, late):
     return capture.gradients[0], {k: v for k, v in metrics[-1].items() if k.startswith(("reward", "advantage", "drop"))}
 
 
+def test_sums_held_as_shards_of_groups_that_stay_open_to_the_end():
+    """With the global std a factor per reward is known only then."""
+    advantage = GroupAdvantage(clip=None, combine="advantage", std="global")
+    options = {"advantage": advantage, "micro_batch": 1}
+    native, ours = (
+        gradient_of(Case(schedule=name, policy="lora", prompts=3, generations=4, options=options), False)[0]
+        for name in ("native", "sharded")
+    )
+    assert ((ours - native).norm() / native.norm()).item() < 5e-6
+
+
 @pytest.mark.parametrize(
     ("schedule", "strategy", "combine", "late"),
     [
